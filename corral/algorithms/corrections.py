@@ -29,7 +29,7 @@ class Correction:
     keep: Tensor
     """[T] bool, generated tokens that were not dropped."""
     counted: Tensor
-    """[T] bool, generated tokens that the aggregation counts."""
+    """[T] bool, generated tokens that the aggregation counts: the mask itself, where dropped ones count too."""
     metrics: dict[str, Tensor]
     """Over generated tokens: `ratio_mean`, `kl_k1` and `kl_k3` (of engine || train), `dropped_fraction`, and `ess`, the
     effective sample size of the weights as a fraction of the tokens: `(sum w)^2 / (n sum w^2)`."""

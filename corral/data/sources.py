@@ -284,8 +284,13 @@ def read_hub(name: str, subset: str | None, split: str | None) -> Iterator[Locat
     try:
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
             loaded = datasets.load_from_disk(str(folder))
+            if subset is not None or (split is not None and not isinstance(loaded, dict)):
+                unused = "split" if subset is None else "subset"
+                raise UserError(f"hf:{name}: `{unused}` has no effect: what `save_to_disk` wrote there has none")
         else:
             loaded = datasets.load_dataset(str(folder) if folder.is_dir() else name, subset, split=split)
+    except UserError:
+        raise
     except Exception as error:  # whatever the network, the hub and its file formats come up with
         here = "" if folder.exists() else "; there is no such file here, either"
         raise UserError(f"hf:{name} could not be loaded: {error_line(error)}{here}") from error

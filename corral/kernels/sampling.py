@@ -51,7 +51,8 @@ def sample_tokens(
 def uniform(seeds: Tensor, counters: Tensor) -> Tensor:
     """A number in [0, 1) for each (seed, counter), by splitmix64, which needs no state.
 
-    23 bits, as many as float32 holds below 1, so that the largest number is not rounded up to 1.
+    23 bits, one fewer than float32 holds below 1: the largest number times the sum of a row's weights is then never
+    rounded up to that sum, behind which there is no token.
     """
     z = _splitmix64(_splitmix64(seeds) + (counters.long() + 1) * GOLDEN_GAMMA)
     return _shift_right(z, 41).to(torch.float32) * 2.0**-23

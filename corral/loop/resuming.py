@@ -140,6 +140,17 @@ def refuse_changes(changes: Sequence[RecipeChange], run: Path, step: int) -> Non
         )
 
 
+def refuse_other_steps(changes: Sequence[RecipeChange], step: int) -> None:
+    """Raises a `UserError` where steps have another size and the run is as long as its epochs: steps are counted, so
+    those that are left would be other epochs."""
+    for change in changes:
+        if change.path == ("batch", "prompts_per_step"):
+            raise UserError(
+                f"{change}: with `schedule.epochs` it is not known how many steps are left; set `schedule.steps`, with "
+                f"the {step} that were made"
+            )
+
+
 def refuse_finished(changes: Sequence[RecipeChange], run: Path, step: int) -> None:
     """Raises a `UserError` where a finished run is asked for training that it would not do."""
     asked = [change for change in changes if change.path[0] not in NOT_TRAINING]

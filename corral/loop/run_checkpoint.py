@@ -181,7 +181,7 @@ async def restore(parts: RunComponents, checkpoint: Path, state: dict[str, Any])
         await parts.critic.group.all(ModelWorker.load, checkpoint)
     if parts.reference_cache is not None:
         parts.reference_cache.load(checkpoint)
-    if parts.kl is not None and state["kl"] is not None:
+    if parts.kl is not None and state["kl"]:  # a fixed coefficient has no state
         parts.kl.load_state(state["kl"])
     parts.publisher.version = int(state["step"])
     await parts.scheduler.group.all(RolloutWorker.set_version, parts.publisher.version)

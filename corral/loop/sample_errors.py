@@ -17,8 +17,12 @@ MAX_KINDS = 20
 """Kinds of errors that are printed; more are counted, and in the log."""
 
 
-class TooManyErrors(RunError):
-    """More samples failed than the recipe allows. The weights are those of the last step that was made."""
+class RunStopped(RunError):
+    """The run cannot go on, and its weights are those of the last step that was made: they are saved first."""
+
+
+class TooManyErrors(RunStopped):
+    """More samples failed than the recipe allows."""
 
 
 class ErrorReport:

@@ -19,10 +19,11 @@ from corral.loop.resuming import (
     how_to_go_on,
     refuse_changes,
     refuse_finished,
+    refuse_other_steps,
     write_inputs,
 )
 from corral.loop.run_checkpoint import restore, truncate_after
-from corral.loop.sample_errors import ErrorCounts, TooManyErrors
+from corral.loop.sample_errors import ErrorCounts, RunStopped
 from corral.loop.supervisor import Supervisor
 from corral.loop.training_loop import (
     Interrupt,
@@ -102,6 +103,8 @@ def accepted_changes(
     if is_own(checkpoint, folder):
         if not resume_anyway:
             refuse_changes(changes, folder.path, step)
+        if recipe.schedule.steps is None:
+            refuse_other_steps(changes, step)
         if is_finished(checkpoint, folder, recipe, changes):
             refuse_finished(changes, folder.path, step)
     return changes
@@ -201,7 +204,7 @@ async def supervise(
                     await run.supervisor.run(run_steps(run))
                 except Interrupted:
                     await run.parts.scheduler.cancel()
-                except TooManyErrors:
+                except RunStopped:
                     await run.parts.scheduler.cancel()
                     await finish(run, recipe_file)
                     raise

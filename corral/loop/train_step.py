@@ -24,6 +24,7 @@ from corral.data.batch import Batch, FloatArray, IntArray, Trajectory
 from corral.data.reference_cache import ReferenceCache
 from corral.loop.components import RunComponents
 from corral.loop.rollout_step import RolloutResult
+from corral.loop.sample_errors import RunStopped
 from corral.recipe.errors import RunError
 from corral.recipe.recipe_warnings import why_training_waits
 from corral.runtime.group import gather_calls
@@ -108,6 +109,7 @@ class StepTraining:
         self.rollouts: list[RolloutResult] = []
         self.batches: list[Batch] = []
         self.metric_sums: dict[str, float] = {}
+        self.metric_maxima: dict[str, float] = {}
         """Metrics of the advantages, summed over trajectories."""
         self.stats = LossStats()
         self.result = new_result(parts)
@@ -129,7 +131,10 @@ class StepTraining:
             return
         parts = self.components
         for name, value in add_advantages(parts, batch, rollout).items():
-            self.metric_sums[name] = self.metric_sums.get(name, 0.0) + value * len(batch)
+            if name.endswith("_max"):
+                self.metric_maxima[name] = max(self.metric_maxima.get(name, value), value)
+            else:
+                self.metric_sums[name] = self.metric_sums.get(name, 0.0) + value * len(batch)
         self.is_broken = self.is_broken or is_broken(batch, self.result)
         in_loss: list[int] = np.flatnonzero(~batch.is_masked).tolist()
         trainable = [] if self.is_broken else trainable_rows(parts, batch, in_loss)
@@ -144,11 +149,12 @@ class StepTraining:
         wait."""
         parts, rollout = self.components, RolloutResult.join(self.rollouts)
         if not self.batches:
-            raise RunError(nothing_to_train_on(parts, self.step, rollout))
+            raise RunStopped(nothing_to_train_on(parts, self.step, rollout))
         batch = Batch.join(self.batches)
         if self.streams:
             await self._step(batch)
-            return rollout, batch, {name: total / len(batch) for name, total in self.metric_sums.items()}, self.result
+            means = {name: total / len(batch) for name, total in self.metric_sums.items()}
+            return rollout, batch, means | self.metric_maxima, self.result
         metrics = add_advantages(parts, batch, rollout)
         self.result = await train(parts, batch, plan_updates(parts, batch), self.step)
         return rollout, batch, metrics, self.result
@@ -400,7 +406,7 @@ def add_advantages(parts: RunComponents, batch: Batch, rollout: RolloutResult) -
         engine = torch.from_numpy(batch.logprobs)
         correction = correction_weights(algorithm.correction, old, engine, mask, offsets)
         batch.columns["correction"] = correction.weights.numpy()
-        if not torch.equal(correction.counted, mask):
+        if correction.counted is not mask:  # whether tokens were dropped or not: pieces of a step are joined
             batch.columns["counted"] = correction.counted.numpy().astype(np.float32)
         metrics |= {f"correction/{name}": float(value) for name, value in correction.metrics.items()}
     values, teacher_lead = batch.columns.get("values"), None

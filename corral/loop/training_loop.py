@@ -27,7 +27,7 @@ from corral.loop.rollout_step import (
     step_metrics,
 )
 from corral.loop.run_checkpoint import begin_save
-from corral.loop.sample_errors import ErrorCounts
+from corral.loop.sample_errors import ErrorCounts, RunStopped
 from corral.loop.supervisor import Supervisor
 from corral.loop.train_step import StepTraining, TrainResult, compute_logprobs_and_values, update_kl_coefficient
 from corral.loop.trajectory_records import (
@@ -43,6 +43,7 @@ from corral.observe.run_folder import RunFolder
 from corral.recipe.errors import RunError
 from corral.recipe.schema import Recipe
 from corral.runtime.group import WorkerLost
+from corral.training.checkpoint import score_of
 
 logger = logging.getLogger(__name__)
 
@@ -292,6 +293,7 @@ async def validate_if_due(run: RunState) -> None:
     show_samples(parts, result, run.console)
     run.trackers.log(run.step, {**metrics, "time/validate_s": time.perf_counter() - started})
     run.validations[run.step] = metrics
+    check_best(run)
     if run.recipe.logging.trajectories and result.trajectories:
         run.trajectories.write(StepTrajectories(run.step, result.trajectories, "validation"))
     errors = ErrorCounts.of(result.trajectories)
@@ -325,14 +327,25 @@ async def save_if_due(run: RunState) -> None:
 def is_best(run: RunState) -> bool:
     """Returns whether this step's validation was the best of those made so far, since training began."""
     metric, own = run.recipe.checkpoint.best, run.validations.get(run.step)
-    if metric is None or own is None or run.step == 0:
+    if metric is None or own is None or metric not in own:
         return False
-    if metric not in own:
-        found = ", ".join(sorted(name for name in own if name.startswith("validation/")))
-        raise RunError(f"checkpoint.best: the validation has no metric {metric}; it has {found}")
     # A number that is not finite is null in the metrics that a resumed run has read.
     earlier = (values.get(metric) for step, values in run.validations.items() if 0 < step < run.step)
-    return math.isfinite(own[metric]) and all(value is None or own[metric] > value for value in earlier)
+    score = score_of(metric, own[metric])
+    return math.isfinite(score) and all(value is None or score > score_of(metric, value) for value in earlier)
+
+
+def check_best(run: RunState) -> None:
+    """Raises where `checkpoint.best` names no metric of the validation, at the first one; one that is missing later, as
+    of a source all of whose samples failed, is a warning."""
+    metric, own = run.recipe.checkpoint.best, run.validations[run.step]
+    if metric is None or metric in own:
+        return
+    found = ", ".join(sorted(name for name in own if name.startswith("validation/")))
+    problem = f"checkpoint.best: the validation has no metric {metric}; it has {found}"
+    if not any(metric in values for values in run.validations.values()):
+        raise RunStopped(problem)
+    run.console.warn(problem)
 
 
 async def begin_saving(run: RunState) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,10 +20,9 @@ from corral.envs.base import EnvSet, find_class
 from corral.envs.baselines import Baseline, baselines
 from corral.loop.components import RolloutComponents, RunComponents, several_names
 from corral.loop.rollout_step import add_model_scores, environment_metrics, reward_metrics, sampling_of
-from corral.loop.sample_errors import ErrorCounts
+from corral.loop.sample_errors import ErrorCounts, RunStopped
 from corral.loop.train_step import compute_logprobs_and_values
 from corral.observe.console import Console, ShownSample
-from corral.recipe.errors import RunError
 from corral.recipe.presets import ResolvedAlgorithm
 from corral.recipe.schema import Recipe
 from corral.rollout.driver import Prompt
@@ -112,10 +111,10 @@ def summarize(trajectories: list[Trajectory], pass_threshold: float, prefix: str
     rewarded = [trajectory for trajectory in trajectories if not trajectory.is_dropped]
     if not rewarded:
         why = ErrorCounts.of(trajectories).describe()
-        raise RunError(f"validation: none of {len(trajectories)} samples has a reward; {why}")
+        raise RunStopped(f"validation: none of {len(trajectories)} samples has a reward; {why}")
     for trajectory in rewarded:
         rewards[trajectory.prompt_id].append(trajectory.reward)
-    k = max(len(samples) for samples in rewards.values())
+    k = max(Counter(trajectory.prompt_id for trajectory in trajectories).values())  # also where some were dropped
     means = np.array([np.mean(samples) for samples in rewards.values()])
     std = float(means.std(ddof=1)) if len(means) > 1 else 0.0
     metrics = {

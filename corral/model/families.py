@@ -157,8 +157,8 @@ def check_length(config: Any, limit: int, key: str = "data.max_prompt_tokens + r
         )
         if original is not None and limit > original:
             raise UserError(
-                f"{key} = {limit}, but the model turns to other rotary frequencies (longrope) behind {original} tokens, "
-                f"for those before them too; keep sequences within {original}"
+                f"{key} = {limit}, but the model turns to other rotary frequencies (longrope) behind {original} "
+                f"tokens, for those before them too; keep sequences within {original}"
             )
 
 

@@ -41,7 +41,6 @@ class FusedLayer:
 
     module: Any
     index: int
-    num_heads: int
     num_kv_heads: int
     head_width: int
     scaling: float
@@ -141,7 +140,6 @@ def fused_layers(model: Any) -> list[FusedLayer] | None:
             FusedLayer(
                 module=layer,
                 index=attention.layer_idx,
-                num_heads=attention.q_proj.out_features // width,
                 num_kv_heads=attention.k_proj.out_features // width,
                 head_width=width,
                 scaling=attention.scaling,

@@ -5,8 +5,8 @@ x 151,936 words are 10 GB. They never exist here: the forward pass keeps one chu
 computes each chunk again, but for the last one, which is still there (where one chunk is all, nothing is computed
 twice).
 
-On a CPU logits are float32. On a GPU they are in the model's own dtype, as the matrix product leaves them; the kernels
-read them once, compute in float32, and overwrite them by their gradient.
+On a CPU, and where they are soft-capped, logits are float32. Else on a GPU they are in the model's own dtype, as the
+matrix product leaves them; the kernels read them once, compute in float32, and overwrite them by their gradient.
 """
 
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ class OutputHead:
 
 
 class HeadLogprobs(torch.autograd.Function):
-    """For CPUs, with plain torch and float32 logits."""
+    """For CPUs, and on GPUs for soft-capped logits: with plain torch and float32 logits."""
 
     @staticmethod
     def forward(

@@ -25,7 +25,7 @@ from corral.model.lora import AdapterFolder, add_adapters, merge_adapters, scale
 from corral.model.model_check import check_model
 from corral.model.quantization import quantize, round_weights
 from corral.model.vision import load_vision
-from corral.recipe.errors import UserError
+from corral.recipe.errors import UserError, first_line
 from corral.recipe.schema import Lora, Model
 
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -302,13 +302,7 @@ def load_tokenizer(model: Model) -> Any:
     except (OSError, ValueError) as error:
         raise UserError(f"model.path: no tokenizer could be loaded from {model.path}: {first_line(error)}") from error
     if model.chat_template is not None:
-        file = Path(model.chat_template)
-        is_file = len(model.chat_template) < 4096 and "{" not in model.chat_template
-        if is_file and not file.is_file():
-            raise UserError(f"model.chat_template: {file} is neither a file nor a template")
-        if is_file and file.stat().st_size > MAX_TEMPLATE_BYTES:
-            raise UserError(f"model.chat_template: {file} has more than {MAX_TEMPLATE_BYTES} bytes; is it a template?")
-        tokenizer.chat_template = file.read_text() if is_file else model.chat_template
+        tokenizer.chat_template = read_chat_template(model.chat_template)
     if model.chat_template_arguments and isinstance(tokenizer.chat_template, str):
         # Set within the template, so that everybody who renders with this tokenizer does so, also from a checkpoint.
         # JSON's values are Jinja's, but for null.
@@ -319,12 +313,20 @@ def load_tokenizer(model: Model) -> Any:
     return tokenizer
 
 
+def read_chat_template(given: str) -> str:
+    """A template, which may be given as the path of its file."""
+    if len(given) >= 4096 or "{" in given:
+        return given
+    file = Path(given).expanduser()
+    if not file.is_file():
+        raise UserError(f"model.chat_template: {file} is neither a file nor a template")
+    if file.stat().st_size > MAX_TEMPLATE_BYTES:
+        raise UserError(f"model.chat_template: {file} has more than {MAX_TEMPLATE_BYTES} bytes; is it a template?")
+    return file.read_text()
+
+
 def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     """Tokens with which the model ends its turn: the generation config's and the tokenizer's."""
     configured = getattr(model, "generation_config", None) and model.generation_config.eos_token_id
     tokens = configured if isinstance(configured, list) else [configured]
     return frozenset(int(token) for token in [*tokens, tokenizer.eos_token_id] if token is not None)
-
-
-def first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

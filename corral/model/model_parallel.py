@@ -87,7 +87,8 @@ class TensorParallel:
             raise UserError(f"train.parallel.tensor: transformers has no plan to shard {type(model).__name__}")
         linear = {"colwise": self._colwise, "packed_colwise": self._packed_colwise, "rowwise": self._rowwise}
         for name, module in trunk.named_modules():
-            style = None if isinstance(module, nn.Embedding) else style_of(name, plan)
+            layer_name = re.sub(r"\.\d+(?=\.|$)", ".*", name)  # as the plan names the parts of all layers
+            style = None if isinstance(module, nn.Embedding) else plan.get(layer_name)
             if style == "moe_tp_experts":
                 self._experts(module)
             elif style == "replicated_with_grad_allreduce":
@@ -174,10 +175,6 @@ def check_divides(config: Any, size: int) -> None:
         number = getattr(config, key, None)
         if number is not None and number % size:
             raise UserError(f"train.parallel.tensor: {size} does not divide the model's {number} ({key})")
-
-
-def style_of(name: str, plan: dict[str, str]) -> str | None:
-    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
 
 def replace_forward(module: Any, forward: Callable[..., Tensor]) -> None:

@@ -14,8 +14,8 @@ import torch
 
 from corral.data.rows import Conversation
 from corral.model.lora import AdapterFolder
-from corral.model.model_loading import collector_paused, first_line, model_source, resolve_dtype
-from corral.recipe.errors import UserError
+from corral.model.model_loading import collector_paused, model_source, resolve_dtype
+from corral.recipe.errors import UserError, first_line
 from corral.recipe.schema import RewardModel
 
 KEY = "reward_model.path"

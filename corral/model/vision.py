@@ -72,6 +72,7 @@ def runs_of_ids(tokens: Sequence[int]) -> list[int]:
 
 
 def open_image(data: bytes) -> Any:
+    """The decoded image. Raises ValueError if it cannot be read."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -81,7 +82,7 @@ def open_image(data: bytes) -> Any:
         image.load()  # now, and not in the forward pass, where a file that is cut off would fail others with it
         return image
     except Exception as error:  # of many kinds, by format
-        raise UserError(f"an image of {len(data)} bytes cannot be read: {error}") from error
+        raise ValueError(f"an image of {len(data)} bytes cannot be read: {error}") from error
 
 
 def load_vision(config: Any, source: str) -> VisionInputs | None:

@@ -126,6 +126,7 @@ def why_training_waits(recipe: Recipe, algorithm: ResolvedAlgorithm) -> list[str
         f"`batch.ppo_epochs: {batch.ppo_epochs}`": batch.ppo_epochs > 1,
         f"`batch.updates_per_step: {batch.updates_per_step}`": batch.updates_per_step > 1,
         f"the advantage {advantage.name}, which needs the whole batch": advantage.declaration.needs.whole_batch,
+        "the critic, which is trained with the whole step": algorithm.needs_critic,
         "`algorithm.whiten`, which needs the whole batch": algorithm.whiten,
         "`algorithm.llds_coefficient`, whose divisor depends on the whole batch": algorithm.llds_coefficient > 0,
     }

@@ -494,6 +494,7 @@ def validation_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     if recipe.data.validation is None:
         reason = "there is no `data.validation` to validate on"
         yield from unused(validation, "validation", type(validation).model_fields, reason)
+        yield from unused(recipe.checkpoint, "checkpoint", ["best"], reason)
     elif validation.temperature == 0:
         reason = "with `validation.temperature: 0` the most likely token is taken"
         yield from unused(validation, "validation", ["top_p"], reason)

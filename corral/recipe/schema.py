@@ -710,7 +710,7 @@ class Checkpoint(Section):
     warning."""
     best: str | None = None
     """A metric of the validation, such as `validation/mean@1`: a checkpoint is also saved when it is higher than after
-    any step before, and the best one is kept besides the newest."""
+    any step before, or lower where it is a `loss` or a `perplexity`, and the best one is kept besides the newest."""
     at_end: bool = True
     """Save a checkpoint after the last step."""
     resume: str = "auto"

@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -86,7 +86,7 @@ class RolloutDriver:
         episodes = [episode for group in groups for episode in group]
 
         async def finish(group: list[_Episode]) -> list[Trajectory]:
-            await asyncio.gather(*(episode.run(sampling) for episode in group))
+            await gather_or_cancel(episode.run(sampling) for episode in group)
             await score_group(group)
             trajectories = [episode.trajectory() for episode in group]
             on_group(group[0].prompt, trajectories)
@@ -94,7 +94,7 @@ class RolloutDriver:
 
         try:
             await asyncio.gather(*(episode.reset() for episode in episodes if episode.factory.limit is None))
-            finished = await asyncio.gather(*(finish(group) for group in groups))
+            finished = await gather_or_cancel(finish(group) for group in groups)
         finally:
             unfinished = [episode for episode in episodes if episode.env is not None]
             await asyncio.gather(*(episode.close() for episode in unfinished))
@@ -361,6 +361,18 @@ class _Episode:
         if self.env is not None and self.env.bounds_itself:
             return await asyncio.ensure_future(without_exit(call))
         return await within(call, self.factory.timeout_s)
+
+
+async def gather_or_cancel(calls: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:
+    """What the calls return, in their order. When one of them raises, the others are cancelled, and have ended when its
+    error is raised: `asyncio.gather` would leave them running, with environments that are being closed."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def score_group(group: Sequence[_Episode]) -> None:

@@ -1,4 +1,4 @@
-"""What the native engine and its two cores have in common: requests, statistics, and the core's interface."""
+"""What the native engine and its three cores have in common: requests, statistics, and the core's interface."""
 
 import asyncio
 from collections.abc import Callable, Mapping

@@ -306,8 +306,10 @@ def load_served_model(spec: Model, max_length: int, max_sequences: int | None) -
     quiet_libraries()  # transformers was imported just now
     model = load_model(spec, device)
     config = model.config.get_text_config(decoder=True)
-    max_length = min(max_length, getattr(config, "max_position_embeddings", None) or max_length)
-    check_length(model.config, max_length)
+    positions = getattr(config, "max_position_embeddings", None) or 0
+    if positions > 0:  # else the model names no limit
+        max_length = min(max_length, positions)
+    check_length(model.config, max_length, "--max-length")
     engine = NativeEngine(
         model,
         tokenizer,

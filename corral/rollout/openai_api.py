@@ -40,8 +40,13 @@ class SamplingFields(BaseModel):
     seed: int | None = None
     n: int = Field(1, ge=1, le=MAX_SAMPLES)
 
-    def sampling(self, max_tokens: int, end_tokens: frozenset[int]) -> Sampling:
+    @property
+    def stop_strings(self) -> list[str]:
+        """The texts before which an answer ends. An empty one is in every text, and asks for nothing."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [text for text in stop if text]
+
+    def sampling(self, max_tokens: int, end_tokens: frozenset[int]) -> Sampling:
         own = frozenset() if self.ignore_eos else end_tokens
         return Sampling(
             max_tokens=max_tokens,
@@ -49,7 +54,7 @@ class SamplingFields(BaseModel):
             top_p=self.top_p,
             top_k=max(self.top_k, 0),
             min_p=self.min_p,
-            stop=tuple(text for text in stop if text),
+            stop=tuple(self.stop_strings),
             stop_tokens=own | frozenset(self.stop_token_ids or ()),
         )
 
@@ -186,9 +191,9 @@ class Writer:
     """Formats the completions of one request, whole or piece by piece."""
 
     def __init__(self, name: str, body: ApiBody, tokenizer: Any, num_prompt_tokens: int, kind: str) -> None:
-        self.body, self.tokenizer, self.num_prompt_tokens, self.kind = body, tokenizer, num_prompt_tokens, kind
-        self.stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-        self.head = {"id": f"{kind}-{secrets.token_hex(8)}", "created": int(time.time()), "model": body.model or name}
+        self.body, self.tokenizer, self.num_prompt_tokens = body, tokenizer, num_prompt_tokens
+        self.stop, self.id = body.stop_strings, secrets.token_hex(8)
+        self.head = {"id": f"{kind}-{self.id}", "created": int(time.time()), "model": body.model or name}
         self.streams = [TextStream(tokenizer, self.stop) for _ in range(body.n)]
 
     def usage(self, completions: Sequence[Completion]) -> dict[str, int]:
@@ -210,7 +215,7 @@ class ChatWriter(Writer):
     def message(self, index: int, completion: Completion) -> tuple[dict[str, Any], str]:
         """(the message, why it ended)"""
         text = text_of(self.tokenizer, completion, self.stop)
-        message = as_sent(assistant_message(text, self.asked, "hermes", index))
+        message = as_sent(assistant_message(text, self.asked, "hermes", f"{self.id}_{index}"))
         return message, "tool_calls" if "tool_calls" in message else finish_name(completion.finish_reason)
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:

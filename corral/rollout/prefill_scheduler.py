@@ -5,7 +5,7 @@ Chunks that begin their sequences form a token tree: what they have in common is
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,9 @@ class PrefillGroup:
     """[width], hidden state of the last token, once all are computed."""
     partial_page: int | None = None
     """A partly filled page of the cached prefix that this group continues: to be copied before it is written to."""
+    spare_pages: list[int] = field(default_factory=list)
+    """A page for each request, for its copy of the last page if that is partly filled. They are allocated before the
+    first chunk is computed: running sequences may have taken what was free by the time of the last one."""
 
     @property
     def prefix_key(self) -> PrefixKey:
@@ -56,7 +59,7 @@ class PrefillScheduler:
         if self.chunked is not None and self.chunked.version == self.version:
             return [self.chunked]
         if self.chunked is not None:  # its first chunks were computed by other weights
-            self.cache.pool.free(self.chunked.pages)
+            self.cache.pool.free(self.chunked.pages + self.chunked.spare_pages)
             waiting[:0] = self.chunked.requests
             self.chunked = None
         groups: dict[PrefixKey, PrefillGroup] = {}
@@ -64,24 +67,22 @@ class PrefillScheduler:
         num_taken = 0
         for request in waiting[:num_slots]:
             key = prefix_key_of(request)
-            # Each sequence may need a page of its own, where it continues from the shared ones.
-            if not self.cache.ensure_free_pages(num_taken + 1):
+            if not self.cache.ensure_free_pages(1):
                 break
             if key not in groups:
-                group = self._new_group(request, tokens_left, num_reserved=num_taken + 1, is_first=not groups)
+                group = self._new_group(request, tokens_left, is_first=not groups)
                 if group is None:
                     break
                 groups[key] = group
                 tokens_left -= len(group.tokens) - group.num_cached
             groups[key].requests.append(request)
+            groups[key].spare_pages += self.cache.pool.allocate(1)
             num_taken += 1
         del waiting[:num_taken]  # in place: the event loop's thread may append meanwhile
         return list(groups.values())
 
-    def _new_group(
-        self, request: GenerationRequest, tokens_left: int, num_reserved: int, is_first: bool
-    ) -> PrefillGroup | None:
-        """None: the request has to wait. `num_reserved`: pages that must stay free for the sequences of the batch."""
+    def _new_group(self, request: GenerationRequest, tokens_left: int, is_first: bool) -> PrefillGroup | None:
+        """The group of a request, which leaves one page free for it; or None if the request has to wait."""
         pool, tokens = self.cache.pool, tokens_so_far(request)
         prompt = self.cache.cached_prompts.get(prefix_key_of(request))
         if prompt is not None:
@@ -93,7 +94,7 @@ class PrefillScheduler:
         pool.add_reference(pages)  # before room is made: eviction must not free them
         num_full = num_cached // PAGE
         needed = num_pages_of(len(tokens)) - num_full
-        if not self.cache.ensure_free_pages(needed + num_reserved):
+        if not self.cache.ensure_free_pages(needed + 1):
             pool.free(pages)
             return None
         group = PrefillGroup([], tokens, pages[:num_full] + pool.allocate(needed), num_cached, self.version)
@@ -155,11 +156,12 @@ class PrefillScheduler:
                     pages = group.pages[:num_full]
                     pool.add_reference(pages)
                     for page in group.pages[num_full:]:
-                        pages += pool.allocate(1)
+                        pages.append(group.spare_pages.pop())
                         copies.append((page, pages[-1]))
                 tables.append(pages)
         pool.copy([source for source, _ in copies], [target for _, target in copies])
         for group in groups:
+            pool.free(group.spare_pages)
             if group.prefix_key in still_waiting:
                 pool.free(group.pages)
         return tables

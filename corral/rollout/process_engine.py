@@ -99,18 +99,18 @@ class ProcessEngine:
     def start(self) -> None:
         """Starts the first process."""
         try:
-            self._start(self.python)
+            self._start()
         except BaseException:
             self.close()
             raise
 
-    def _start(self, python: str) -> None:
+    def _start(self) -> None:
         search_path = os.pathsep.join([str(self.folder), *filter(None, [os.environ.get("PYTHONPATH")])])
         own, other = socket.socketpair()
         with other, self.log.open("ab") as log:
             try:
                 self.process = start_child(
-                    [python, "-m", "corral.rollout.engine_process", str(other.fileno()), str(self.folder)],
+                    [self.python, "-m", "corral.rollout.engine_process", str(other.fileno()), str(self.folder)],
                     stdout=log,
                     stderr=log,
                     env={**os.environ, **self.environment, "PYTHONPATH": search_path},
@@ -118,7 +118,7 @@ class ProcessEngine:
                 )
             except OSError as error:
                 own.close()
-                raise UserError(f"rollout.engine: {python} could not be started: {error.strerror}") from error
+                raise UserError(f"rollout.engine: {self.python} could not be started: {error.strerror}") from error
         if self.lost is not None:
             self.wire.close()
         self.wire = Connection(own.detach())
@@ -267,7 +267,7 @@ class ProcessEngine:
         """A process that dies while it starts is started again, too."""
         for attempt in range(1, START_ATTEMPTS + 1):
             try:
-                self._start(self.python)
+                self._start()
                 break
             except EngineLost as lost:
                 logger.warning("%s\nit died while it started (attempt %d of %d)", lost, attempt, START_ATTEMPTS)

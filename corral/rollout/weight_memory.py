@@ -52,22 +52,27 @@ class WeightMemory:
             self.held.close()
 
     def _move(self) -> None:
-        """Gives all parameters places in one allocation, without what was in them."""
-        parameters = list(self.model.parameters())
-        layout = [(parameter.shape, parameter.dtype, parameter.nbytes) for parameter in parameters]
+        """Gives all parameters places in one allocation, without what was in them. Those that lie behind each other do
+        so afterwards, too: fused layers compute them in one product."""
+        parameters = sorted(self.model.parameters(), key=Tensor.data_ptr)
         device = parameters[0].device
+        layout = []
+        num_bytes = end_before = 0
+        for parameter in parameters:
+            if parameter.data_ptr() != end_before:
+                num_bytes = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+            layout.append((num_bytes, parameter.shape, parameter.dtype, parameter.nbytes))
+            num_bytes += parameter.nbytes
+            end_before = parameter.data_ptr() + parameter.nbytes
         for parameter in parameters:  # all, before the new memory is taken: there may not be room for both
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=device)
-        starts = [0]
-        for _, _, size in layout:
-            starts.append(-(-(starts[-1] + size) // ALIGNMENT) * ALIGNMENT)
         if device.type == "cuda" and torch.version.hip is None:
             from corral.kernels.gpu.virtual_memory import VirtualBuffer
 
-            self.held = VirtualBuffer(starts[-1], device)
+            self.held = VirtualBuffer(num_bytes, device)
             self.held.map()
             flat = self.held.tensor()
         else:
-            flat = self.flat = torch.empty(starts[-1], dtype=torch.uint8, device=device)
-        for parameter, start, (shape, dtype, size) in zip(parameters, starts, layout, strict=False):
+            flat = self.flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        for parameter, (start, shape, dtype, size) in zip(parameters, layout, strict=True):
             parameter.data = flat[start : start + size].view(dtype).view(shape)

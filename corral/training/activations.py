@@ -36,6 +36,7 @@ KEPT_OPERATORS = {
         aten.addmm,
         aten.bmm,
         aten.baddbmm,
+        aten._grouped_mm,
         aten._scaled_dot_product_flash_attention,
         aten._scaled_dot_product_flash_attention_for_cpu,
         aten._scaled_dot_product_efficient_attention,

@@ -141,13 +141,14 @@ def retire_later_checkpoints(checkpoints: Path, step: int) -> list[tuple[Path, s
 
 
 def prune(checkpoints: Path, keep: int | None, best: str | None = None, weights: Path | None = None) -> None:
-    """Deletes all but the newest `keep` checkpoints (None: all) and the one with the highest value of `best`, a metric
-    of the validation; and what a killed process left of one that it was writing. `weights`: folder in which the models
+    """Deletes all but the newest `keep` checkpoints (None: all) and the one with the best value of `best`, a metric of
+    the validation; and what a killed process left of one that it was writing. `weights`: folder in which the models
     of deleted ones are kept."""
     valid = [folder for _, folder in list_checkpoints(checkpoints) if problem_with(folder, hashes=False) is None]
     found = [(read_state(folder).get("validation", {}).get(best), folder) for folder in valid if best is not None]
     values = {folder: value for value, folder in found if value is not None}
-    kept = {*valid[-(keep or len(valid)) :], *([max(values, key=values.__getitem__)] if values else [])}
+    ranked = sorted(values, key=lambda folder: score_of(str(best), values[folder]))
+    kept = {*valid[-(keep or len(valid)) :], *ranked[-1:]}
     for folder in [folder for folder in valid if folder not in kept]:
         if weights is None:
             shutil.rmtree(folder)
@@ -158,6 +159,11 @@ def prune(checkpoints: Path, keep: int | None, best: str | None = None, weights:
         shutil.rmtree(unfinished)
     for stripped in [] if weights is None else weights.glob(".step_*.part"):
         strip_to_model(stripped)
+
+
+def score_of(metric: str, value: float) -> float:
+    """A metric's value as a score, of which more is better: a loss and a perplexity are better when they are lower."""
+    return -value if metric.rpartition("/")[2] in ("loss", "perplexity") else value
 
 
 def strip_to_model(checkpoint: Path) -> None:

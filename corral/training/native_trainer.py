@@ -60,7 +60,6 @@ from corral.training.tensor_files import (
     write_pretrained,
     write_tensors,
 )
-from corral.training.trainer import PolicyLoss, ValueLoss
 
 Result = TypeVar("Result")
 MicroBatch = tuple[Pack | None, Callable[..., Tensor] | None]
@@ -226,7 +225,7 @@ class _NativeTrainer:
             return self._forward(prediction)[0]
         return self.pipeline.compute(prediction.num_nodes, lambda received: self._forward(prediction, received)[0])
 
-    def _forward_backward(self, micro_batches: Sequence["MicroBatch"]) -> float:
+    def forward_backward(self, micro_batches: Sequence["MicroBatch"]) -> float:
         with self.activations.applied():
             if self.pipeline is not None:
                 return self._train_pipeline(self.pipeline, micro_batches)
@@ -276,8 +275,8 @@ class _NativeTrainer:
         assert self.optimizer is not None, "a frozen model is not trained"
         self.saving.wait_for_copies()
         if self.mesh.any(self.has_bad_loss):
-            self.zero_grad()
-            return UpdateResult(math.nan, self.optimizer.learning_rate(self.optimizer.updates), skipped=True)
+            self.has_bad_loss = False
+            return self.optimizer.skip()
         return self.optimizer.step(scale)
 
     def zero_grad(self) -> None:
@@ -413,9 +412,6 @@ class NativePolicyTrainer(_NativeTrainer):
                 (logprobs,) = self._compute([pack])
             yield logprobs
 
-    def forward_backward(self, micro_batches: Sequence[tuple[Pack | None, PolicyLoss | None]]) -> float:
-        return self._forward_backward(micro_batches)
-
     def router_loss(self) -> Tensor:
         assert self.balance is not None
         return self.balance.loss(self.mesh.groups.get("context"))
@@ -471,9 +467,6 @@ class NativeValueTrainer(_NativeTrainer):
 
     def compute_values(self, packs: Iterable[Pack | None]) -> Iterator[Tensor]:
         return self._compute(packs)
-
-    def forward_backward(self, micro_batches: Sequence[tuple[Pack | None, ValueLoss | None]]) -> float:
-        return self._forward_backward(micro_batches)
 
     def _outputs(self, prediction: "PackPrediction") -> tuple[Tensor, ...]:
         if is_general(self.causal):

@@ -29,7 +29,7 @@ class UpdateResult:
     gradient_norm: float
     learning_rate: float
     skipped: bool
-    """Whether the gradient was not finite; then the weights are as before."""
+    """Whether the loss or the gradient was not finite; then the weights are as before."""
     overflow: bool = False
     """Skipped, but expected now and then: float16's loss scale was too high and has been halved."""
 
@@ -67,11 +67,20 @@ class MasterOptimizer:
         if self.layout is not None:
             sum_gradients(self.masters, self.layout)
         norm = total_norm(self.masters, self.layout)
-        self.updates += 1
         size = self._step_on_gpu(norm, scale, rate) if norm.is_cuda else self._step_on_host(float(norm), scale, rate)
-        self.zero_grad()
         overflow = self.scaler.update(math.isfinite(size))
-        return UpdateResult(size, rate, skipped=not math.isfinite(size), overflow=overflow)
+        return self._end_update(size, overflow)
+
+    def skip(self) -> UpdateResult:
+        """Skips an update whose loss was not finite. For the learning rate's schedule it counts, as one does that is
+        skipped because of its gradient."""
+        return self._end_update(math.nan, overflow=False)
+
+    def _end_update(self, norm: float, overflow: bool) -> UpdateResult:
+        rate = self.learning_rate(self.updates)
+        self.updates += 1
+        self.zero_grad()
+        return UpdateResult(norm, rate, skipped=not math.isfinite(norm), overflow=overflow)
 
     def _step_on_host(self, norm: float, scale: float, rate: float) -> float:
         """-> the gradient's norm, in the scale of the loss"""

@@ -117,3 +117,13 @@ def test_weights_carry_no_gradient() -> None:
 def test_a_band_that_is_empty_is_an_error(name: str) -> None:
     with pytest.raises(ValueError, match="the floor 6 is not below the cap 3"):
         part(name, floor=6.0, cap=3.0)
+
+
+@pytest.mark.parametrize("count_dropped", [True, False])
+def test_whether_tokens_may_leave_the_loss_does_not_depend_on_the_batch(count_dropped: bool) -> None:
+    """None of these does. Pieces of a step are joined, and have the same columns."""
+    logprobs, mask, offsets = torch.full((3,), -1.0), torch.ones(3, dtype=torch.bool), torch.tensor([0, 3])
+    chosen = with_options(CORRECTIONS["rejection"], count_dropped=count_dropped)
+    correction = correction_weights(chosen, logprobs, logprobs, mask, offsets)
+    assert correction.counted.all()
+    assert (correction.counted is mask) == count_dropped

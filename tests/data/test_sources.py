@@ -239,6 +239,8 @@ def test_a_local_folder_is_read_through_the_hub_package(tmp_path: Path, monkeypa
         load(f"hf:{folder}")
     datasets.Dataset.from_list(ROWS[:3]).save_to_disk(tmp_path / "saved")
     assert len(load(f"hf:{tmp_path}/saved")) == 3
+    with pytest.raises(UserError, match="`split` has no effect"):
+        load(f"hf:{tmp_path}/saved", {"split": "test"})
 
 
 def test_without_the_hub_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,3 +164,16 @@ def test_boards_are_enough_for_gymnasium() -> None:
     with opened("gymnasium", options={"id": "CliffWalking-v1"}, processes=1) as make:
         floor = asyncio.run(baseline_of(make, boards(2), 5, seed=0, timeout_s=10))
     assert floor.random_success == 0.0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"id": "CliffWalking-v1"}, {"id": "FrozenLake-v1", "kwargs": {"map_name": "8x8"}}],
+    ids=["cliff", "lake"],
+)
+def test_a_game_with_one_fixed_board_is_for_training_and_for_validation(options: dict[str, Any]) -> None:
+    first = [
+        GymnasiumEnv(**options).reset(Row([], None, "", {"seed": 3, "part": part}), 0)
+        for part in ("train", "validation")
+    ]
+    assert first[0] == first[1]

@@ -13,6 +13,7 @@ from commands import corral, start_corral
 from runs import VALIDATION, rows_of, same_outcome, train_here, write_recipe
 
 from corral.observe.trajectory_store import read_trajectories
+from corral.recipe.errors import UserError
 
 GRPO = (*VALIDATION, "validation.every=2", "validation.temperature=1.0", "validation.samples_per_prompt=2")
 PPO = (
@@ -155,6 +156,29 @@ def test_resume_never_makes_a_new_folder(tmp_path: Path, tiny_model: Path) -> No
     assert second.name == "tiny-2"
     assert [row["step"] for row in rows_of(second)] == [1, 2]
     assert rows_of(first) == before
+
+
+def test_epochs_of_other_steps_are_refused(tmp_path: Path, tiny_model: Path) -> None:
+    epochs = ("~schedule.steps", "schedule.epochs=0.2")
+    train_here(tmp_path, tiny_model, *epochs)
+    with pytest.raises(
+        UserError, match=r"batch.prompts_per_step: 4 -> 2: with `schedule.epochs` .* the 2 that were made"
+    ):
+        train_here(tmp_path, tiny_model, *epochs, "batch.prompts_per_step=2")
+
+
+def test_a_new_run_from_a_checkpoint_may_have_another_controller_of_the_kl(
+    tmp_path: Path, tiny_model: Path, four_steps: Path
+) -> None:
+    run, kl = four_steps, ("algorithm.kl.where=loss", "checkpoint.every=1")
+    for step, controller in ((5, "fixed"), (6, "adaptive")):
+        start = (
+            f"checkpoint.resume={run}/checkpoints/step_{step - 1:06d}",
+            f"schedule.steps={step}",
+            f"name={controller}",
+        )
+        run = train_here(tmp_path, tiny_model, *start, *kl, f"algorithm.kl.controller={controller}")
+        assert [row["step"] for row in rows_of(run)] == [step]
 
 
 @pytest.mark.slow

@@ -70,8 +70,52 @@ def test_a_score_that_was_not_finite_is_not_the_best_and_hinders_no_other(
 def test_a_metric_that_the_validation_does_not_have_ends_the_run_with_those_it_has(
     tmp_path: Path, tiny_model: Path
 ) -> None:
+    """Before the first step, though it is not needed yet."""
     with pytest.raises(RunError, match=r"no metric accuracy; it has validation/.*mean@1"):
-        train_here(tmp_path, tiny_model, *VALIDATION, "validation.every=1", "checkpoint.best=accuracy")
+        train_here(tmp_path, tiny_model, *VALIDATION, "checkpoint.best=accuracy")
+    assert not (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().count('"step": 1')
+
+
+def test_a_metric_that_is_missing_once_is_a_warning(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = iter([{"validation/sums/mean@1": 0.1}, {"validation/mean@1": 0.2}, {"validation/sums/mean@1": 0.3}])
+
+    async def scored(parts: object, console: object) -> ValidationResult:
+        return ValidationResult(next(scores), [], 6, "question")
+
+    monkeypatch.setattr(training_loop, "validate", scored)
+    settings = ("validation.every=1", "checkpoint.best=validation/sums/mean@1", "checkpoint.keep=9")
+    train_here(tmp_path, tiny_model, *VALIDATION, *settings)
+    assert checkpoints(tmp_path) == ["step_000002"]
+
+
+def test_the_best_loss_is_the_lowest(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = iter([9.0, 2.0, 1.0, 3.0])
+
+    async def scored(parts: object, console: object) -> ValidationResult:
+        return ValidationResult({"validation/loss": next(losses)}, [], 6, "question")
+
+    monkeypatch.setattr(training_loop, "validate", scored)
+    settings = ("schedule.steps=3", "validation.every=1", "checkpoint.best=validation/loss", "checkpoint.keep=1")
+    train_here(tmp_path, tiny_model, *VALIDATION, *settings)
+    assert checkpoints(tmp_path) == ["step_000002", "step_000003"]
+
+
+def test_a_validation_without_any_reward_ends_the_run_with_a_checkpoint(tmp_path: Path, tiny_model: Path) -> None:
+    """The judge is gone after the first step."""
+    (tmp_path / "judge.py").write_text(
+        "from pathlib import Path\n"
+        "def judge(response, folder):\n"
+        "    if list(Path(folder).glob('runs/tiny/trajectories/step_000001*')):\n"
+        "        raise ConnectionError('gone')\n"
+        "    return len(response) / 8\n"
+    )
+    reward = f"{{name: '{tmp_path}/judge.py:judge', on_error: drop, options: {{folder: '{tmp_path}'}}}}"
+    settings = (f"environment.reward={reward}", "environment.max_error_rate=null", "logging.trajectories=true")
+    with pytest.raises(RunError, match="none of 6 samples has a reward"):
+        train_here(tmp_path, tiny_model, *VALIDATION, *settings, "validation.every=1", "schedule.steps=3")
+    assert checkpoints(tmp_path) == ["step_000001"]
 
 
 def test_a_run_folder_in_the_home_directory_is_made_there(

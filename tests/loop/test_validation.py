@@ -1,5 +1,6 @@
 """Validation: the same questions every time, greedy unless asked otherwise."""
 
+from dataclasses import replace
 from pathlib import Path
 from statistics import stdev
 
@@ -127,3 +128,5 @@ def test_the_summary_of_known_rewards() -> None:
     assert metrics["validation/cut_off"] == pytest.approx(5 / 6)
     assert metrics["validation/errors"] == 1
     assert metrics["validation/ci95"] == pytest.approx(1.96 * (1 / 12) ** 0.5 / 3**0.5)
+    dropped = [replace(one, is_dropped=one.sample == 1) for one in trajectories]
+    assert summarize(dropped, pass_threshold=1.0)["validation/mean@2"] == pytest.approx(1 / 2)  # by its usual name

@@ -43,6 +43,14 @@ def test_chat_template_arguments_reach_the_template(tiny_model: Path) -> None:
     assert rendered(enable_thinking=None, words=["a", "b"]) == "hi<no thoughts>a+b"
 
 
+def test_a_chat_template_may_be_a_file_in_the_home_folder(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    assert load_tokenizer(Model(path=str(tiny_model), chat_template="~/t.jinja")).chat_template == TEMPLATE
+
+
 @pytest.mark.parametrize("is_enabled", [True, False])
 @pytest.mark.slow
 def test_the_garbage_collector_pauses_while_transformers_is_imported_and_is_as_before_afterwards(

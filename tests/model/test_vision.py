@@ -269,9 +269,11 @@ def prompt_image(file: str) -> bytes:
 
 
 def test_an_image_that_is_cut_off_is_refused_before_it_is_computed_with(model_spec: Model) -> None:
-    cut = Message(role="user", content="<image>?", images=[picture(0)[:-500]])
-    with pytest.raises(UserError, match="cannot be read"):
-        rendered(load_tokenizer(model_spec), [cut])
+    tokenizer, cut = load_tokenizer(model_spec), Message(role="user", content="<image>?", images=[picture(0)[:-500]])
+    with pytest.raises(UserError, match=r"^row: an image of \d+ bytes cannot be read"):
+        rendered(tokenizer, [cut])
+    with pytest.raises(ValueError, match="cannot be read"):  # which costs an environment its trajectory, and no more
+        ChatRenderer(tokenizer, chat=True).continuation([cut], ended=True)
 
 
 def test_a_model_of_text_refuses_images(tiny_tokenizer_of_text: Any) -> None:

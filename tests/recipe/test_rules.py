@@ -111,6 +111,7 @@ def test_any_algorithm_can_be_put_in_by_name_where_nothing_else_is_said_about_it
         ),
         ("environment.name=agent environment.processes=2", "environment.processes", "agent does not block"),
         ("logging.project=x", "logging.project", "none of `logging.trackers` has projects"),
+        ("checkpoint.best=validation/mean@1", "checkpoint.best", "there is no `data.validation`"),
         ("logging.tracked_samples=3", "logging.tracked_samples", "names no tracker but the console"),
         ("logging.names=verl", "logging.names", "`logging.trackers` names no tracker but the console"),
         ("schedule.pipelined=true", "schedule.pipelined", "actor and rollout share their devices"),

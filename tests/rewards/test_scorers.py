@@ -86,6 +86,18 @@ def test_regex_compares_a_group_with_the_answer() -> None:
     assert regex("b", "b", pattern=pattern, group=1) == 0
 
 
+def test_regex_ignores_case_in_its_search_too() -> None:
+    assert regex("ANSWER: 3", pattern="answer") == 0
+    assert regex("ANSWER: 3", pattern="answer", ignore_case=True) == 1
+    assert regex("ANSWER: B", "b", pattern=r"answer: (\w)", group=1, ignore_case=True) == 1
+
+
+@pytest.mark.parametrize("group", [2, -1, "word"])
+def test_regex_refuses_a_group_that_its_pattern_does_not_have(group: int | str) -> None:
+    with pytest.raises(ValueError, match=f"has no group {group!r}"):
+        regex("no match", "b", pattern=r"answer: (?P<value>\w)", group=group)
+
+
 def test_number_compares_the_last_or_first_number() -> None:
     assert number("3 + 4 = 7", "7") == 1
     assert number("3 + 4 = 7", 3, which="first") == 1

@@ -32,6 +32,7 @@ import asyncio
 import sys
 
 from corral.envs.base import StepResult
+from corral.recipe.errors import UserError
 
 
 class Base:
@@ -227,6 +228,22 @@ class Moody(Base):
         if self.bad:
             raise ValueError("not today")
         return StepResult([], 1.0, done=True)
+
+
+class FirstIsWrong(Base):
+    """Ends the run with its first sample, while the others are in their step."""
+
+    bounds_itself = True
+    made = 0
+
+    def __init__(self):
+        FirstIsWrong.made += 1
+        self.is_wrong = FirstIsWrong.made == 1
+
+    async def step(self, reply):
+        if self.is_wrong:
+            raise UserError("the template is wrong")
+        await asyncio.sleep(3600)
 '''
 BUDGET = 40
 
@@ -257,11 +274,13 @@ class Rollout:
     def __init__(self, engine: NativeEngine, environments: Path) -> None:
         self.engine, self.environments = engine, environments
         self.tokenizer = engine.tokenizer
+        self.num_tasks_left = 0
 
     def __call__(
         self,
         name: str,
         *,
+        prompts: int = 1,
         samples: int = 1,
         max_turns: int = 2,
         max_tokens: int = 5,
@@ -293,7 +312,14 @@ class Rollout:
         row = Row([Message(role="user", content="Hello?")], None, "", {})
         prompt = Prompt(3, 0, row, render_prompt(self.tokenizer, row, True))
         sampling = Sampling(max_tokens=max_tokens, stop_tokens=frozenset({self.tokenizer.eos_token_id}))
-        return asyncio.run(asyncio.wait_for(driver.roll_out([prompt], samples, sampling), within_s))
+
+        async def run() -> list[Trajectory]:
+            try:
+                return await asyncio.wait_for(driver.roll_out([prompt] * prompts, samples, sampling), within_s)
+            finally:
+                self.num_tasks_left = len(asyncio.all_tasks()) - 1
+
+        return asyncio.run(run())
 
     def text(self, tokens: np.ndarray) -> str:
         return str(self.tokenizer.decode(tokens))
@@ -431,6 +457,12 @@ def test_when_a_rollout_is_cancelled_steps_end_and_environments_are_closed(rollo
         rollout("NeverEnds", samples=3, within_s=1.0)
     ended = load_object(f"{rollout.environments}:NeverEnds", "environment").ended
     assert sorted(ended) == ["close"] * 3 + ["step"] * 3
+
+
+def test_when_one_trajectory_ends_the_run_all_others_have_ended_before_it_is_reported(rollout: Rollout) -> None:
+    with pytest.raises(UserError, match="the template is wrong"):
+        rollout("FirstIsWrong", prompts=2, samples=2)
+    assert rollout.num_tasks_left == 0
 
 
 def test_an_environment_that_fails_late_keeps_what_was_earned_before(rollout: Rollout) -> None:

@@ -1,6 +1,7 @@
 """`corral serve`, asked by the clients that people use."""
 
 import asyncio
+import json
 import signal
 import subprocess
 import sys
@@ -15,16 +16,32 @@ import openai
 import pytest
 import torch
 from guides import block
+from pydantic import BaseModel
 from served import WAIT_S, running, wait_until
+from tiny import tiny_tokenizer
+from tiny_families import config_of, tiny_family_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from corral.envs.chat_endpoint import ChatRequest
+from corral.http_server import RequestRefused
 from corral.model.model_loading import load_tokenizer
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Model
+from corral.rollout.engine import Completion, FinishReason
 from corral.rollout.engine_server import EngineService, find_model, load_served_model, make_app
-from corral.rollout.openai_api import TextStream
+from corral.rollout.openai_api import (
+    ChatBody,
+    ChatWriter,
+    StreamOptions,
+    TextBody,
+    TextStream,
+    TokensBody,
+    TokensSampling,
+    parse,
+)
 
 MESSAGES: Any = [{"role": "user", "content": "What is 2 + 3?"}]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 
 
 @dataclass
@@ -104,6 +121,27 @@ def test_text_is_completed_up_to_a_stop_string(server: Server, plain: tuple[Any,
     assert by_tokens.choices[0].text == free
 
 
+@pytest.mark.parametrize("stop", ["", [""]])
+def test_an_empty_stop_string_stops_nothing(server: Server, stop: Any) -> None:
+    body = {"prompt": "Hello", "seed": 1, "max_tokens": 5}
+    free, stopped = server.post("/v1/completions", body), server.post("/v1/completions", {**body, "stop": stop})
+    assert stopped.json()["choices"][0]["text"] == free.json()["choices"][0]["text"] != ""
+
+
+def test_tool_calls_of_two_replies_have_different_ids(plain: tuple[Any, Any]) -> None:
+    text = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>' * 2
+    completion = Completion(plain[1].encode(text), [], FinishReason.STOP_TOKEN, [])
+    asked = ChatRequest(MESSAGES, [], "tiny", parse_calls=True, stream=False, stream_usage=False)
+    body = ChatBody(messages=MESSAGES, n=2)
+    ids = [
+        call["id"]
+        for _ in range(2)
+        for choice in ChatWriter("tiny", body, asked, plain[1], 5).whole([completion] * 2)["choices"]
+        for call in choice["message"]["tool_calls"]
+    ]
+    assert len(ids) == len(set(ids)) == 8
+
+
 def test_tokens_go_in_and_out_with_the_log_probs_they_were_sampled_with(server: Server, plain: tuple[Any, Any]) -> None:
     prompt = [5, 6, 7, 8]
     sampling = {"max_tokens": 12, "temperature": 0.8, "seed": 3, "logprobs": 0, "n": 2, "stop_token_ids": []}
@@ -168,12 +206,55 @@ def test_log_probs_of_a_chat_are_those_of_its_tokens(server: Server) -> None:
         ("/inference/v1/generate", {"token_ids": [10**6], "sampling_params": {}}, "outside of the vocabulary"),
         ("/inference/v1/generate", {"token_ids": [-5], "sampling_params": {}}, "outside of the vocabulary"),
         ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"guided_json": {}}}, "not supported"),
+        ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {}, "features": {"a": 1}}, "`features"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "tools": TOOLS}, "the request has tools, and the model's chat"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "tools": [{"name": "add"}]}, "`tools` must be a list of"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
+        ("/v1/completions", {"prompt": "a", "add_special_tokens": False}, "add_special_tokens"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_in_words(server: Server, path: str, body: Any, expected: str) -> None:
     refused = server.post(path, body)
     assert refused.status_code == 400
     assert expected in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "refused", "harmless"),
+    [
+        ("chat_template", "{{ messages }}", None),
+        ("chat_template_kwargs", {"enable_thinking": False}, {}),
+        ("guided_choice", ["a"], None),
+        ("guided_regex", "a", None),
+        ("guided_grammar", "a", None),
+        ("continue_final_message", True, False),
+        ("add_generation_prompt", False, True),
+        ("use_beam_search", True, False),
+        ("parallel_tool_calls", False, True),
+        ("reasoning_effort", "high", None),
+        ("truncate_prompt_tokens", 5, None),
+        ("include_stop_str_in_output", True, False),
+    ],
+)
+def test_a_field_that_would_change_the_answer_is_refused_by_name(field: str, refused: Any, harmless: Any) -> None:
+    with pytest.raises(RequestRefused, match=f"`{field}: .* is not supported"):
+        parse(ChatBody, json.dumps({"messages": MESSAGES, field: refused}).encode())
+    parse(ChatBody, json.dumps({"messages": MESSAGES, field: harmless}).encode())
+
+
+@pytest.mark.parametrize(
+    ("kind", "required"),
+    [
+        (ChatBody, {"messages": MESSAGES}),
+        (TextBody, {"prompt": "a"}),
+        (TokensBody, {"token_ids": [1], "sampling_params": {}}),
+        (TokensSampling, {}),
+        (StreamOptions, {}),
+    ],
+)
+def test_null_is_an_optional_field_that_is_not_given(kind: type[BaseModel], required: dict[str, Any]) -> None:
+    optional = dict.fromkeys(name for name in kind.model_fields if name not in required)
+    assert kind.model_validate({**optional, **required}) == kind.model_validate(required)
 
 
 def test_other_routes_are_named(server: Server) -> None:
@@ -226,6 +307,20 @@ def test_characters_of_several_tokens_are_streamed_whole() -> None:
     pieces.append(stream.add([], is_last=True))
     assert "".join(pieces) == "naïve 日本 🙂"
     assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_length_that_the_model_does_not_compute_is_refused_by_the_commands_own_option(tmp_path: Path) -> None:
+    tiny_family_model(config_of("phi3-longrope-short")).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"^--max-length = 65, but the model turns to other rotary frequencies"):
+        load_served_model(Model(path=str(tmp_path), dtype="float32"), 65, 1)
+
+
+def test_a_model_that_names_no_limit_of_positions_is_served_up_to_max_length(tiny_model: Path) -> None:
+    spec = Model(path=str(tiny_model), dtype="float32", config_overrides={"max_position_embeddings": -1})
+    served = load_served_model(spec, 16, 1)
+    served.engine.close()
+    assert served.max_length == 16
 
 
 @pytest.mark.slow

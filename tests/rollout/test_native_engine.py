@@ -11,6 +11,7 @@ from tiny import DEVICE, tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from corral.model.attention import make_exact, register
+from corral.model.fused_layers import fuse, fused_layers
 from corral.rollout.engine import Completion, FinishReason, Sampling
 from corral.rollout.native_engine import NativeEngine
 from corral.rollout.slot_core import SlotCore
@@ -192,6 +193,16 @@ def test_released_weights_have_no_memory_until_all_of_them_come_again(core: str)
         engine.load(other.model.named_parameters(), version)
         after = generate(engine, [request])[0]
         assert (after.tokens, after.logprobs) == (before.tokens, before.logprobs)
+
+
+def test_a_model_with_biases_is_still_fused_after_its_weights_were_released() -> None:
+    engine = make_engine("qwen2")
+    weights = {name: weight.clone() for name, weight in engine.model.named_parameters()}
+    assert fuse(engine.model)
+    engine.release_weights()
+    engine.load(weights.items(), 1)
+    assert fused_layers(engine.model) is not None
+    assert all(torch.equal(weight, weights[name]) for name, weight in engine.model.named_parameters())
 
 
 @pytest.mark.slow

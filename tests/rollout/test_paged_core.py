@@ -3,6 +3,7 @@
 import asyncio
 import gc
 
+import numpy as np
 import pytest
 import torch
 from test_native_engine import PROMPTS, TOLERANCE, generate, make_engine, reference_logprobs
@@ -96,6 +97,23 @@ def test_a_prompt_longer_than_a_prefill_batch_is_computed_in_chunks_between_whic
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
     assert max(passes) == 32
     assert_nothing_is_held(engine)
+
+
+@torch.no_grad()
+def test_the_pages_of_a_prompt_in_chunks_are_not_given_to_running_sequences() -> None:
+    def run(num_pages: int) -> list[list[int]]:
+        engine = paged_engine(num_pages=num_pages, max_sequences=4, max_prefill_tokens=16)
+        short = [GenerationRequest(np.array(PROMPTS[i]), Sampling(max_tokens=120), i, None) for i in range(2)]
+        long = [GenerationRequest(np.array(LONG_PROMPT), Sampling(max_tokens=10), i, None) for i in range(2)]
+        waiting = list(short)
+        core_of(engine).step(waiting)
+        waiting += long
+        while waiting or core_of(engine).is_busy:
+            core_of(engine).step(waiting)
+        assert_nothing_is_held(engine)
+        return [request.tokens for request in short + long]
+
+    assert run(num_pages=7) == run(num_pages=100)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 import torch
 from sharded_cases import Outcome, alone, backward, build_model, deviation, mesh_of, outcome, policy_of
 from team import Team
+from torch.utils._python_dispatch import TorchDispatchMode
 from trajectories import make_trajectory, small_batch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -133,6 +134,27 @@ def test_each_layer_is_computed_once_more_in_the_backward_pass(is_fused: bool, m
     backward(policy, small_batch().pack(1000))
     assert len(calls) == 2 * len(model.model.layers)
     assert all("forward" not in layer.__dict__ for layer in model.model.layers) or is_fused
+
+
+class ProductCount(TorchDispatchMode):
+    """Counts matrix products, those of experts included."""
+
+    num_products = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_products += operator in (torch.ops.aten.mm.default, torch.ops.aten._grouped_mm.default)
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_selective_checkpointing_computes_no_product_again(family: str) -> None:
+    counts = []
+    for checkpointing in (False, "selective", True):
+        policy = policy_of(build_model(family), gradient_checkpointing=checkpointing)  # type: ignore[arg-type]
+        with ProductCount() as counted:
+            backward(policy, small_batch().pack(1000))
+        counts.append(counted.num_products)
+    assert counts[0] == counts[1] < counts[2]
 
 
 def test_a_critic_is_trained_in_parts() -> None:

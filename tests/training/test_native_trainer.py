@@ -14,6 +14,7 @@ from corral.data.batch import Batch, Pack
 from corral.model.attention import register
 from corral.recipe.schema import Optimizer
 from corral.training.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
+from corral.training.trainer import PolicyLoss
 
 
 def tiny_policy(
@@ -184,6 +185,21 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights() -> None:
     assert result.skipped
     assert not np.isfinite(result.gradient_norm)
     assert all(torch.equal(old, new) for old, new in zip(before, policy.model.parameters(), strict=True))
+
+
+def test_a_skipped_update_counts_for_the_learning_rate_whatever_was_not_finite() -> None:
+    policy, (pack,) = tiny_policy(schedule="linear"), small_batch().pack(1000)
+    losses: list[PolicyLoss] = [
+        lambda lp, _: lp.sum() * torch.nan,
+        lambda lp, _: (lp - lp.detach()).abs().sqrt().sum(),
+        lambda lp, _: lp.sum(),
+    ]
+    results = []
+    for loss in losses:
+        policy.forward_backward([(pack, loss)])
+        results.append(policy.step())
+    assert [result.skipped for result in results] == [True, True, False]
+    assert [result.learning_rate for result in results] == pytest.approx([1e-2, 0.9e-2, 0.8e-2])
 
 
 def test_the_frozen_reference_cannot_be_trained() -> None:

@@ -136,9 +136,9 @@ def required_files(recipe: Recipe, file: Path) -> list[RequiredFile]:
         found.append(at_path(key, module) if is_file else RequiredFile(key, module, "module", everywhere))
     template = recipe.model.chat_template
     if template is not None and "{" not in template:
-        found.append(at_path("model.chat_template", os.path.abspath(template)))
+        found.append(at_path("model.chat_template", template))
     if recipe.checkpoint.resume not in ("auto", "never"):
-        found.append(at_path("checkpoint.resume", os.path.abspath(recipe.checkpoint.resume)))
+        found.append(at_path("checkpoint.resume", recipe.checkpoint.resume))
     for place, source in recipe.data.all_sources.items():  # data is only read where the run is started
         if source.hub_name is not None:
             continue

@@ -28,7 +28,7 @@ def column_sums(x: Tensor) -> Tensor:
 
 # A program sums 256 rows of 128 columns, in tiles of 32 x 128. The tile is added up element by element, and its rows
 # only once, after the loop: a reduction in every round would cost more than the loads. Neighbouring threads read
-# neighbouring columns, so that loads are whole cache lines. The programs' sums are added by torch, in the order of the
+# neighboring columns, so that loads are whole cache lines. The programs' sums are added by torch, in the order of the
 # programs; atomics would save that launch, and give another result in every run. float32, since bfloat16 stops counting
 # ones at 256.
 @triton.jit
