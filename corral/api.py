@@ -11,7 +11,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from corral.data.plugins import is_importable, name_object
 from corral.model.families import checked_plan
 from corral.observe.console import Console
+from corral.observe.run_folder import latest_recipe
 from corral.recipe.document import OVERRIDE, Document, Where, compose, read_document, set_override
 from corral.recipe.errors import RecipeError, UserError
 from corral.recipe.keys import KeyPath, dotted, expand, in_free_form
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     import pyarrow
 
 Answer = TypeVar("Answer")
+LOOK_EVERY_S = 0.5
+"""How often the thread of a notebook looks for Ctrl-C while a run is in another one: a signal need not wake it."""
 RecipeSource = str | Path | Mapping[str, Any] | Recipe
 """A YAML file, the same as nested mappings, or a recipe that was loaded before."""
 Rows = Iterable[Mapping[str, Any]]
@@ -140,8 +143,8 @@ class Run:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe that was trained, with all overrides."""
-        return load_recipe(self.folder / "recipe.yaml")
+        """The recipe that the run was last started with, with all overrides."""
+        return load_recipe(latest_recipe(self.folder) or self.folder / "recipe.yaml")
 
     @property
     def metrics(self) -> "pyarrow.Table":
@@ -267,12 +270,10 @@ def _outside_of_event_loops(work: Callable[[], Answer], stop: Callable[[], None]
     threads = ThreadPoolExecutor(1, thread_name_prefix="corral")
     result = threads.submit(run)
     threads.shutdown(wait=False)
-    while True:
+    while not result.done():
         try:
-            return result.result()
+            wait([result], timeout=LOOK_EVERY_S)
         except KeyboardInterrupt:
-            if result.done():
-                raise
             if stop is None and idents:
                 interrupt = ctypes.py_object(KeyboardInterrupt)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(idents[0]), interrupt)
@@ -280,3 +281,4 @@ def _outside_of_event_loops(work: Callable[[], Answer], stop: Callable[[], None]
                 raise
             stop()
             stop = None
+    return result.result()

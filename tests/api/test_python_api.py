@@ -56,6 +56,13 @@ def test_a_run_has_metrics_a_checkpoint_and_trajectories(tmp_path: Path, tiny_mo
     assert corral.Run(run.folder).recipe.schedule.steps == 2
 
 
+def test_the_recipe_of_a_run_is_the_one_it_was_last_started_with(tmp_path: Path, tiny_model: Path) -> None:
+    data = {"train": {"path": "arithmetic:addition"}}
+    for name, steps in (("recipe.yaml", 2), ("recipe.2.yaml", 5)):
+        (tmp_path / name).write_text(json.dumps(recipe(tmp_path, tiny_model, data=data, schedule={"steps": steps})))
+    assert corral.Run(tmp_path).recipe.schedule.steps == 5
+
+
 @pytest.mark.slow
 def test_it_is_the_run_of_the_command_line(tmp_path: Path, tiny_model: Path) -> None:
     (tmp_path / "score.py").write_text("def length(response):\n    return len(response) % 3\n")
@@ -152,7 +159,7 @@ def test_it_works_where_an_event_loop_runs_already(tmp_path: Path, tiny_model: P
 
 @pytest.mark.parametrize("can_ask", [True, False])
 def test_ctrl_c_in_a_notebook_asks_and_the_next_one_ends_it_at_once(can_ask: bool) -> None:
-    asked, ended = threading.Event(), threading.Event()
+    asked, ended, left = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> None:
         try:
@@ -161,27 +168,28 @@ def test_ctrl_c_in_a_notebook_asks_and_the_next_one_ends_it_at_once(can_ask: boo
         finally:
             ended.set()
 
+    def interrupt(number: int, frame: object) -> None:
+        if not left.is_set():
+            raise KeyboardInterrupt
+
     def press() -> None:
-        time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGINT)
-        if can_ask:
-            assert asked.wait(10)
+        while not left.wait(0.3):
             os.kill(os.getpid(), signal.SIGINT)
 
     async def cell() -> None:
         _outside_of_event_loops(work, asked.set if can_ask else None)
 
-    loop, keys = asyncio.new_event_loop(), threading.Thread(target=press)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before, keys = signal.signal(signal.SIGINT, interrupt), threading.Thread(target=press)
+    keys.start()
     try:
-        keys.start()
         with pytest.raises(KeyboardInterrupt):
-            loop.run_until_complete(cell())
-        assert ended.wait(10)
+            asyncio.new_event_loop().run_until_complete(cell())
     finally:
+        left.set()
         keys.join()
         signal.signal(signal.SIGINT, before)
-        loop.close()
+    assert ended.wait(10)
+    assert asked.is_set() == can_ask
 
 
 def test_a_cluster_takes_only_what_it_can_import(tmp_path: Path, tiny_model: Path) -> None:
