@@ -1,5 +1,6 @@
 """`corral env test`: try an environment out before training in it."""
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,6 +44,8 @@ def try_environment(
     from corral.envs.env_checks import check_environment
     from corral.recipe.schema import Environment, Reward
 
+    if not math.isfinite(timeout):
+        raise UserError(f"--timeout must be a finite number of seconds, not {timeout}")
     environment = Environment(name=name, options=parsed(options), reward=Reward(name=reward), timeout_s=timeout)
     loaded = load(rows, episodes, seed)
     print(f"{name}: {episodes} episodes of at most {max_turns} turns")
@@ -62,12 +65,10 @@ def try_environment(
 
 
 def parsed(options: str) -> dict[str, Any]:
-    import yaml
+    from corral.recipe.document import compose, plain
 
-    try:
-        found = yaml.safe_load(options)
-    except yaml.YAMLError as error:
-        raise UserError(f"--options: {' '.join(str(error).split())}") from error
+    node = compose(options, "--options")
+    found = None if node is None else plain(node)
     if not isinstance(found, dict):
         raise UserError(f"--options must be a mapping, such as '{{size: 5}}'; it is {options!r}")
     return found

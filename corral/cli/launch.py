@@ -64,6 +64,7 @@ def with_own_code(
 
 
 def read_mapping(option: str, text: str) -> dict[str, Any]:
+    """A part of a manifest, in YAML 1.1 as Kubernetes reads it and not in the recipe's 1.2: its `0644` is octal."""
     import yaml
 
     try:

@@ -32,14 +32,18 @@ class StarterTask:
     prepare: str | None = None
 
 
-TASKS = {
-    "arithmetic": StarterTask(
-        "{path: arithmetic:addition, size: 1200, options: {min: 10, max: 49, part: train}}",
-        "{path: arithmetic:addition, size: 150, options: {min: 10, max: 49, part: validation}}",
+def arithmetic(options: str) -> StarterTask:
+    return StarterTask(
+        f"{{path: arithmetic:addition, size: 1200, options: {{{options}, part: train}}}}",
+        f"{{path: arithmetic:addition, size: 150, options: {{{options}, part: validation}}}}",
         reward="number",
         max_prompt_tokens=64,
         max_response_tokens=32,
-    ),
+    )
+
+
+TASKS = {
+    "arithmetic": arithmetic("min: 10, max: 49"),
     "gsm8k": StarterTask(
         "{path: data/gsm8k/train.parquet}",
         "{path: data/gsm8k/test.parquet, max_rows: 200}",
@@ -47,6 +51,8 @@ TASKS = {
         prepare="corral data gsm8k --out data/gsm8k",
     ),
 }
+PAIR_TASKS = {"arithmetic": arithmetic("min: 10, max: 49, pairs: true")}
+"""Tasks whose rows have two answers, for algorithms that train on pairs."""
 
 RECIPE = """\
 # Written by `corral init`, to be changed: docs/recipe.md has every key.
@@ -102,6 +108,7 @@ def init(
     from corral.cli.planning import with_plan
     from corral.recipe.document import parse_document
     from corral.recipe.load import recipe_from
+    from corral.recipe.parts import PRESETS, Preset
 
     if file.exists():
         raise UserError(f"{file} is there already: `corral init` does not overwrite; name another file")
@@ -111,8 +118,16 @@ def init(
         key: value or (typer.prompt(QUESTIONS[key], default=DEFAULTS[key]) if is_terminal else DEFAULTS[key])
         for key, value in given.items()
     }
-    task = TASKS.get(chosen["data"]) or StarterTask(f"{{path: {written(chosen['data'])}}}")
-    text = starter_recipe(file, task, chosen, reward or task.reward)
+    # An unknown algorithm is refused with the whole recipe below.
+    preset = PRESETS.get(chosen["algorithm"], Preset())
+    tasks = PAIR_TASKS if preset.trains_on_pairs else TASKS
+    if chosen["data"] in TASKS and chosen["data"] not in tasks:
+        raise UserError(
+            f"{chosen['data']} has no pairs of answers, which {chosen['algorithm']} trains on; take --data arithmetic "
+            "or a file whose rows have `chosen` and `rejected`"
+        )
+    task = tasks.get(chosen["data"]) or StarterTask(f"{{path: {written(chosen['data'])}}}")
+    text = starter_recipe(file, task, chosen, reward or task.reward, preset.trains_on_rows)
     with_plan(recipe_from(parse_document(text, str(file))))
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("x", encoding="utf-8") as out:
@@ -125,9 +140,9 @@ def init(
             print(f"  {command}")
 
 
-def starter_recipe(file: Path, task: StarterTask, chosen: dict[str, str], reward: str) -> str:
+def starter_recipe(file: Path, task: StarterTask, chosen: dict[str, str], reward: str, trains_on_rows: bool) -> str:
+    """`trains_on_rows`: on answers that rows have, so that nothing is sampled but in validation."""
     stem = Path(chosen["data"].partition(":")[2] or chosen["data"]).stem
-    is_supervised = chosen["algorithm"] == "sft"  # on answers that rows have: nothing is sampled but in validation
     generated = GENERATED.format(reward=written(reward), max_response_tokens=task.max_response_tokens)
     return RECIPE.format(
         file=file,
@@ -136,8 +151,8 @@ def starter_recipe(file: Path, task: StarterTask, chosen: dict[str, str], reward
         train=task.train,
         validation="" if task.validation is None else f"  validation: {task.validation}\n",
         max_prompt_tokens=task.max_prompt_tokens,
-        generated="" if is_supervised and task.validation is None else generated,
-        samples="" if is_supervised else "  samples_per_prompt: 8\n",
+        generated="" if trains_on_rows and task.validation is None else generated,
+        samples="" if trains_on_rows else "  samples_per_prompt: 8\n",
         algorithm=written(chosen["algorithm"]),
     )
 

@@ -13,8 +13,8 @@ import importlib
 import inspect
 import pkgutil
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -220,7 +220,8 @@ class EnvFactory:
         for_shared = inspect.signature(env_class.open_shared).parameters
         given = {name: value for name, value in {**offered, **environment.options}.items() if name in for_shared}
         check_arguments(env_class.open_shared, given, environment.name)
-        shared: SharedResource | None = env_class.open_shared(**given)
+        with options_of_built_in(environment.name):
+            shared: SharedResource | None = env_class.open_shared(**given)
         self.shared = [] if shared is None else [shared]
         if shared is not None:
             offered["shared"] = shared
@@ -244,7 +245,8 @@ class EnvFactory:
             elif "in_process" in names:
                 self.make_in_process = lambda: env_class(**{**arguments, "in_process": True})
             if not is_spec(environment.name) and not issubclass(env_class, BlockingEnv):
-                self.make()  # raises what is wrong with its options now, and not in every trajectory
+                with options_of_built_in(environment.name):
+                    self.make()  # raises what is wrong with its options now, and not in every trajectory
         except BaseException:
             self.close()
             raise
@@ -324,6 +326,18 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], 
     except TypeError as error:
         renamed = "".join(f"; `{old}` is now `{new}`" for old, new in RENAMED_OPTIONS.items() if old in arguments)
         raise UserError(f"environment `{name}`: its options don't fit: {error}{renamed}") from error
+
+
+@contextmanager
+def options_of_built_in(name: str) -> Iterator[None]:
+    """Turns what a built-in environment raises for an option of a wrong type into a UserError. An error in a class of
+    the user's stays as it is, with its traceback."""
+    try:
+        yield
+    except (TypeError, AttributeError, ValueError) as error:
+        if is_spec(name):
+            raise
+        raise UserError(f"environment `{name}`: its options don't fit: {error_line(error)}") from error
 
 
 # --- awaiting what users wrote

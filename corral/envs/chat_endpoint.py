@@ -323,9 +323,7 @@ def _read_fields(fields: Any, ignored: frozenset[str]) -> ChatRequest:
     read = [read_message(message, number) for number, message in enumerate(messages)]
     if read[-1]["role"] == "assistant":
         raise BadRequest("the last message is the assistant's: an answer cannot be begun by the request")
-    tools = fields.get("tools") or []
-    if not isinstance(tools, list) or not all(_field(_field(tool, "function"), "name") for tool in tools):
-        raise BadRequest('`tools` must be a list of {"type": "function", "function": {...}}')
+    tools = read_tools(fields.get("tools"))
     return ChatRequest(
         messages=read,
         tools=tools,
@@ -334,6 +332,13 @@ def _read_fields(fields: Any, ignored: frozenset[str]) -> ChatRequest:
         stream=bool(fields.get("stream")),
         stream_usage=bool(_field(fields.get("stream_options"), "include_usage")),
     )
+
+
+def read_tools(tools: Any) -> list[dict[str, Any]]:
+    tools = tools or []
+    if not isinstance(tools, list) or not all(_field(_field(tool, "function"), "name") for tool in tools):
+        raise BadRequest('`tools` must be a list of {"type": "function", "function": {...}}')
+    return tools
 
 
 def read_message(message: Any, number: int) -> Message:

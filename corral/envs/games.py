@@ -164,6 +164,10 @@ class GameBase(EnvDefaults, ABC):
         return {}
 
     def __post_init__(self) -> None:
+        require(
+            isinstance(self.format_penalty, int | float),
+            f"format_penalty must be a number, not {self.format_penalty!r}",
+        )
         self._texts = self.PROMPTS.changed(self.prompts)
         self._names = override({name: name for name in self.all_actions()}, self.actions, "actions")
         self._action_of = {name.strip().lower(): action for action, name in self._names.items()}
@@ -186,14 +190,19 @@ class GameBase(EnvDefaults, ABC):
         self._effective: list[bool] = []
 
     def _board(self, row: Row, seed: int) -> Game:
-        """The row's board: that of its seed, or the first of those after it that belongs to the row's part."""
+        """The row's board: that of its seed, or the first of those after it that belongs to the row's part. A game with
+        one fixed board has nothing to hold out, and gives it to both parts."""
         first, part = row.extra.get("seed"), row.extra.get("part")
         if not isinstance(first, int):
             raise UserError("a game's row needs a column `seed`, a whole number; set `path: boards` for the data")
+        seen = set()
         for attempt in range(MAX_ATTEMPTS):
             game = self.new_game(first + attempt, seed)
-            if part is None or part_of(game.text()) == part:
+            if part is None or part_of(text := game.text()) == part:
                 return game
+            seen.add(text)
+        if len(seen) == 1:
+            return self.new_game(first, seed)
         raise UserError(
             f"none of {MAX_ATTEMPTS} boards with these options is for {part}; they are too few to be parted"
         )

@@ -45,8 +45,15 @@ def exact(response: str, answer: Any, *, ignore_case: bool = False, extract: str
 def regex(
     response: str, answer: Any = None, *, pattern: str, group: int | str | None = None, ignore_case: bool = False
 ) -> float:
-    """1 if the pattern is found in the response and, with `group`, if that group of the last match is the answer."""
-    found = _last_match(pattern, response, group or 0)
+    """1 if the pattern is found in the response and, with `group`, if that group of the last match is the answer.
+
+    `ignore_case` holds for the search and for the comparison.
+    """
+    compiled = re.compile(pattern, re.IGNORECASE if ignore_case else 0)
+    # Checked before the search: a wrong group is an error at the start of a run, not with the first match.
+    if group is not None and group not in compiled.groupindex and group not in range(compiled.groups + 1):
+        raise ValueError(f"pattern {pattern!r} has no group {group!r}")
+    found = _last_match(compiled, response, group or 0)
     if group is None:
         return float(found is not None)
     return float(_same_text(found, answer, ignore_case))
@@ -173,7 +180,7 @@ def _loaded_scorer(name: str) -> Any:
     return load_function(name, {})
 
 
-def _last_match(pattern: str, text: str, group: int | str) -> str | None:
+def _last_match(pattern: str | re.Pattern[str], text: str, group: int | str) -> str | None:
     matches = list(re.finditer(pattern, text))
     return matches[-1][group] if matches else None
 

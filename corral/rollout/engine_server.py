@@ -28,6 +28,7 @@ from corral.envs.chat_endpoint import (
     BadRequest,
     ChatRequest,
     read_message,
+    read_tools,
 )
 from corral.http_server import (
     Histogram,
@@ -169,13 +170,13 @@ class EngineService:
             raise RequestRefused(400, "unsupported", f"the model has no chat template; there is {TEXT}")
         try:
             messages = [read_message(message, number) for number, message in enumerate(body.messages)]
+            tools = read_tools(body.tools)
         except BadRequest as error:
             raise RequestRefused(400, "invalid", str(error)) from error
         if messages[-1]["role"] == "assistant":
             raise RequestRefused(
                 400, "invalid", "the last message is the assistant's, which this server does not continue"
             )
-        tools = body.tools or []
         asked = ChatRequest(messages, tools, body.model, bool(tools) and body.tool_choice != "none", body.stream, False)
         tokens = await asyncio.to_thread(self._render, served, messages, tools)
         limit = body.max_completion_tokens or body.max_tokens
@@ -184,7 +185,8 @@ class EngineService:
 
     def _render(self, served: ServedModel, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
         try:
-            return render_prompt(served.tokenizer, Row(messages, None, "", {}, tools=tools), True)
+            row = Row(messages, None, "", {}, tools=tools, where="the request")
+            return render_prompt(served.tokenizer, row, True, needs_tools=True)
         except (UserError, ValueError) as error:
             raise RequestRefused(400, "invalid", str(error)) from error
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from corral.data.rows import Message
 from corral.envs.chat_endpoint import ChatReply, ChatRequest, as_sent, assistant_message, usage
@@ -23,7 +23,16 @@ MAX_SAMPLES = 128
 # --- what is asked for
 
 
-class SamplingFields(BaseModel):
+class RequestBody(BaseModel):
+    """JSON's null stands for an optional field that is not given, as the OpenAI API has it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, fields: Any) -> Any:
+        return {k: v for k, v in fields.items() if v is not None} if isinstance(fields, dict) else fields
+
+
+class SamplingFields(RequestBody):
     """How to sample, in the words of OpenAI and vLLM. What is not listed here and would change the answer is refused;
     what would not (`user`, `metadata`, ...) is ignored."""
 
@@ -59,7 +68,7 @@ class SamplingFields(BaseModel):
         )
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(RequestBody):
     include_usage: bool = False
 
 
@@ -77,6 +86,8 @@ class ChatBody(ApiBody):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     logprobs: bool = False
+    add_special_tokens: Literal[False] = False
+    """vLLM's: the chat template writes the special tokens, and the tokenizer adds none."""
 
 
 class TextBody(ApiBody):
@@ -84,12 +95,14 @@ class TextBody(ApiBody):
     logprobs: int | None = Field(None, ge=0, le=1)
     prompt_logprobs: Literal[0] | None = None
     """vLLM's: 0 asks for the log-prob of each of the prompt's tokens, and of no others in their place."""
+    add_special_tokens: Literal[True] = True
+    """vLLM's: a text gets the special tokens with which the tokenizer begins every text."""
 
 
-class TokensBody(BaseModel):
+class TokensBody(RequestBody):
     """vLLM's token-in request."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")
 
     token_ids: list[int] = Field(min_length=1)
     sampling_params: "TokensSampling"
@@ -115,12 +128,25 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "guided_json": (),
+    "guided_choice": (),
+    "guided_regex": (),
+    "guided_grammar": (),
     "min_tokens": (0,),
     "bad_words": ([],),
     "allowed_token_ids": (),
     "functions": ([],),
     "function_call": ("none",),
+    "parallel_tool_calls": (True,),
     "modalities": (["text"],),
+    "reasoning_effort": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "include_stop_str_in_output": (False,),
+    "features": ({},),
 }
 """Fields that this server does not know, and values of them that ask for nothing."""
 
@@ -132,7 +158,7 @@ def parse(kind: type[BaseModel], content: bytes) -> Any:
         raise RequestRefused(400, "invalid", format_validation_error(error)) from error
     for fields in (body, body.sampling_params) if isinstance(body, TokensBody) else (body,):
         for name, value in (fields.model_extra or {}).items():
-            if name in REFUSED and value is not None and value not in REFUSED[name]:
+            if name in REFUSED and value not in REFUSED[name]:
                 raise RequestRefused(400, "unsupported", f"`{name}: {json.dumps(value)[:60]}` is not supported")
     return body
 

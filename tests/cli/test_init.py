@@ -38,6 +38,21 @@ def test_without_options_and_terminal_it_is_a_task_for_a_laptop_that_trains(tmp_
     assert trained.code == 0, trained.stderr
 
 
+@pytest.mark.parametrize("algorithm", ["dpo", "ipo", "simpo"])
+def test_pairs_are_trained_on_where_an_algorithm_wants_them(tmp_path: Path, algorithm: str) -> None:
+    written = corral(tmp_path, "init", "--algorithm", algorithm)
+    assert written.code == 0, written.stderr
+    data = load_recipe(tmp_path / "recipe.yaml").data
+    assert data.validation is not None
+    assert data.train.options["pairs"] is data.validation.options["pairs"] is True
+
+
+def test_a_task_without_pairs_is_refused_for_an_algorithm_that_wants_them(tmp_path: Path) -> None:
+    refused = corral(tmp_path, "init", "--algorithm", "dpo", "--data", "gsm8k")
+    assert refused.code == 2
+    assert "gsm8k has no pairs" in refused.errors[0]
+
+
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("mine")
     refused = corral(tmp_path, "init")

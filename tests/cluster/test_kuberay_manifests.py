@@ -10,6 +10,7 @@ import pytest
 import yaml
 from launching import HOSTILE, work
 
+from corral.cli.launch import read_mapping
 from corral.cluster.launchers.kuberay import MAX_CODE_BYTES, PodOptions, kuberay_launch
 from corral.cluster.launchers.launch_spec import LaunchSpec, with_code
 from corral.recipe.errors import UserError
@@ -291,3 +292,7 @@ def test_without_rules_there_is_no_pod_of_our_own_to_submit(tmp_path: Path) -> N
 def test_what_cannot_be_understood_is_refused(tmp_path: Path, pod: PodOptions, message: str) -> None:
     with pytest.raises(UserError, match=message):
         manifests(work(tmp_path), pod=pod)
+
+
+def test_a_patch_is_read_as_kubernetes_reads_it() -> None:
+    assert read_mapping("--pod-patch", "{defaultMode: 0644, optional: yes}") == {"defaultMode": 0o644, "optional": True}

@@ -6,7 +6,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from corral.cli.envs import app
+from corral.cli.envs import app, parsed
 from corral.recipe.errors import RunError, UserError
 
 HERE = Path(__file__).parent
@@ -75,6 +75,8 @@ def test_rows_of_a_file_are_played_with_a_reward_function(tmp_path: Path) -> Non
     [
         (["frozen_lak"], "did you mean `frozen_lake`?"),
         (["frozen_lake", "--options", "[1]"], "--options must be a mapping"),
+        (["frozen_lake", "--options", "{size"], "--options:1: is not valid YAML"),
+        (["frozen_lake", "--timeout", "inf"], "--timeout must be a finite number of seconds, not inf"),
         (["frozen_lake", "--options", "{siz: 3}"], "unexpected keyword argument 'siz'"),
         (["frozen_lake", "--options", "{size: 1}"], "size must be at least 2"),
     ],
@@ -83,3 +85,7 @@ def test_what_the_user_can_fix_is_one_line(arguments: list[str], message: str) -
     said = env_test(*arguments)
     assert isinstance(said.exception, UserError)
     assert message in str(said.exception)
+
+
+def test_options_are_read_like_those_of_a_recipe() -> None:
+    assert parsed("{p: 1e-1, name: no, size: 5}") == {"p": 0.1, "name": "no", "size": 5}

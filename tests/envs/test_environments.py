@@ -106,6 +106,11 @@ def test_a_users_class_gets_the_pool_if_it_asks(pool: ScorerPool, counter: str) 
     [
         ("qestion", {}, "no environment `qestion`; did you mean `question`?"),
         ("question", {"turns": 3}, "its options don't fit: got an unexpected keyword argument 'turns'"),
+        ("frozen_lake", {"size": "abc"}, "`frozen_lake`: its options don't fit: TypeError: '>=' not supported"),
+        ("frozen_lake", {"special_tokens": 5}, "its options don't fit: TypeError: 'int' object is not iterable"),
+        ("sokoban", {"actions": ["a"]}, "its options don't fit: AttributeError: 'list' object has no"),
+        ("sokoban", {"format_penalty": "abc"}, "format_penalty must be a number, not 'abc'"),
+        ("tools", {"tools": 5}, "its options don't fit: TypeError: 'int' object is not iterable"),
         ("{file}:Counter", {}, "its options don't fit: missing a required argument: 'limit'"),
         ("{file}:Conter", {}, "has no `Conter`; did you mean `Counter`?"),
         ("{file}:Incomplete", {}, "must have a method `async def step`"),

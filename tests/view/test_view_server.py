@@ -25,6 +25,7 @@ from corral.observe.trajectory_store import TrajectoryStore, TrajectoryWriter
 from corral.recipe.errors import RunError, UserError
 from corral.view import view_server
 from corral.view.runs import MetricsReader, Runs, read_placement, split_tokens
+from corral.view.static_files import export
 
 PAGE = Path(view_server.PAGE)
 
@@ -450,3 +451,27 @@ def test_exported_files_are_the_answers_of_the_server(tmp_path: Path) -> None:
         else:
             assert answer.content == path.read_bytes(), name
     assert corral(tmp_path, "view", "runs", "--export", "out").code == 2
+
+
+def test_damaged_files_of_a_run_are_left_out_of_an_export(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs", "one", steps=2)
+    (run / "trajectories" / "step_000001.parquet").write_bytes(b"damaged")
+    (run / "ledger.jsonl").write_text("damaged\n")
+    reported: list[str] = []
+    export([tmp_path / "runs"], tmp_path / "out", reported.append)
+    assert [line.startswith("warning: left out: ") for line in reported] == [True, True, False]
+    assert "step_000001.parquet cannot be read" in reported[0]
+    assert "is not a line of a ledger" in reported[1]
+    assert {path.name for path in (tmp_path / "out/api/run/one/step").glob("*.json")} == {"2.json", "2.validation.json"}
+
+
+def test_an_export_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs", "one", steps=1)
+    (run / "trajectories" / "step_000001.parquet").write_bytes(b"damaged")
+
+    def interrupt(line: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export([tmp_path / "runs"], tmp_path / "out", interrupt)
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
