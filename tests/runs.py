@@ -11,11 +11,11 @@ import pytest
 
 from corral.loop.train import running, train
 from corral.loop.training_loop import Interrupt, run_steps
+from corral.model.families import checked_plan
 from corral.observe.console import Console
 from corral.observe.run_files import read_metrics
 from corral.observe.run_folder import RunFolder
 from corral.recipe.load import load_recipe
-from corral.recipe.plan import make_plan
 from corral.recipe.rules import check
 from corral.recipe.schema import Recipe
 
@@ -67,7 +67,7 @@ def write_recipe(folder: Path, model: Path) -> Path:
 def train_here(folder: Path, model: Path, *overrides: str) -> Path:
     """In this process; returns the run's folder."""
     recipe = load_recipe(write_recipe(folder, model), overrides)
-    return train(recipe, make_plan(recipe), Console(io.StringIO()))
+    return train(recipe, checked_plan(recipe), Console(io.StringIO()))
 
 
 def steps_here(folder: Path, model: Path, *overrides: str) -> list[dict[str, Any]]:
