@@ -42,7 +42,15 @@ from corral.runtime.membership import (
 from corral.runtime.network import answers, is_loopback, split_address
 from corral.runtime.nodes import RANK_LABEL, WORKER_SLOT
 from corral.runtime.presence import present
-from corral.runtime.token import VARIABLES, find_token, make_token, token_variables, use_token, write_token
+from corral.runtime.token import (
+    VARIABLES,
+    find_token,
+    make_token,
+    reload_token,
+    token_variables,
+    use_token,
+    write_token,
+)
 
 HEAD_GONE_S = 15.0
 POLL_S = 1.0
@@ -93,10 +101,15 @@ def already_up(options: UpOptions) -> Membership | None:
     for member in own_memberships():
         same = member.rank == identity.rank and member.num_nodes == identity.num_nodes
         if same and is_meant(member, options) and identity.id in (None, member.id):
+            given = {name: os.environ[name] for name in VARIABLES if name in os.environ}
             use_token(None if member.token_file is None else Path(member.token_file))
             if is_registered(member):
                 return member
             stop_ray(member)  # what is left of a cluster whose head is gone, or was started again
+            for name in VARIABLES:  # the new one may have another token
+                os.environ.pop(name, None)
+            os.environ.update(given)
+            reload_token()
     own = own_memberships()
     if own and (not options.is_beside or any(member.port == identity.port for member in own)):
         rank = "part" if own[0].rank is None else f"rank {own[0].rank}"

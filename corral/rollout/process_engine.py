@@ -86,6 +86,8 @@ class ProcessEngine:
         self.ids = itertools.count()
         self.pending: dict[int, Future[Any]] = {}
         self.lock = threading.Lock()
+        self.loading = threading.Lock()
+        """Held while weights are sent."""
         self.reader: threading.Thread | None = None
         self.lost: str | None = None
         """Why there is no process any more."""
@@ -125,7 +127,7 @@ class ProcessEngine:
         try:
             self.wire.send(self.settings)
             if not self.wire.poll(START_S):
-                raise RunError(f"the engine's process was not ready after {START_S:g} s; its output is in {self.log}")
+                raise RunError(self._with_log(f"was not ready after {START_S:g} s"))
             ready: Ready = self.wire.recv()
         except (EOFError, OSError):
             raise EngineLost(self._why_it_ended()) from None
@@ -136,11 +138,11 @@ class ProcessEngine:
         self.reader.start()
 
     def _why_it_ended(self) -> str:
-        code = terminate_group(self.process)
+        return self._with_log(describe_exit(terminate_group(self.process)))
+
+    def _with_log(self, what: str) -> str:
         lines = "".join(f"\n  {line}" for line in last_lines(self.log, 5))
-        return (
-            f"the engine's process ({self.settings.name}) {describe_exit(code)}; the last lines of {self.log}:{lines}"
-        )
+        return f"the engine's process ({self.settings.name}) {what}; the last lines of {self.log}:{lines}"
 
     # --- the wire
 
@@ -178,7 +180,13 @@ class ProcessEngine:
         return number, future
 
     def _call_and_wait(self, method: str, *arguments: Any) -> Any:
-        return self._call(method, *arguments)[1].result(CALL_S)
+        answer = self._call(method, *arguments)[1]
+        try:
+            return answer.result(CALL_S)
+        except TimeoutError:
+            if answer.done():  # it is the answer
+                raise
+            raise RunError(self._with_log(f"did not answer `{method}` within {CALL_S:g} s")) from None
 
     # --- the engine seam
 
@@ -284,6 +292,12 @@ class ProcessEngine:
         return time.perf_counter() - started
 
     def _replace_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Sends the weights, one bucket after the other in the same memory. A transfer that was cancelled ends in its
+        own thread; the next one waits for that."""
+        with self.loading:
+            self._send_weights(weights, version)
+
+    def _send_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         iterator = iter(weights) if self.settings.name == "native" else as_in_checkpoints(self.skeleton, weights)
         first = next(iterator, None)
         if first is None:

@@ -77,9 +77,11 @@ class Group(ABC, Generic[RoleT]):
         """Calls the method on one worker."""
         limit_s = timeout_s or self.timeout_s
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(limit_s) as limit:
                 return await self.send(rank, method.__name__, arguments)
         except TimeoutError:
+            if not limit.expired():  # the worker's own, such as of its disk
+                raise
             raise CallTimeout(
                 f"{self.role}.{method.__name__}: no answer from {self.names[rank]} within {limit_s:g} s; it may hang, "
                 "or `cluster.call_timeout_s` is too short for it"

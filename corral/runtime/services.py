@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -119,7 +120,12 @@ class RunningService:
                 process = self._start()
             except OSError as error:
                 self.problem = f"`cluster.services.{self.name}` could not be started: {error}"
-                return
+                if not self.ready.is_set():
+                    return
+                with suppress(OSError), self.log.open("a") as log:
+                    print(self.problem, file=log)
+                self.stopping.wait(LONGEST_PAUSE_S)  # the node may have memory and disk for it then
+                continue
             was_ready = self._watch(process)
             code = terminate_group(process, END_WITHIN_S if process.returncode is None else 0)
             if not self.ready.is_set() and num_starts > 1 and not self.stopping.is_set():
@@ -153,7 +159,8 @@ class RunningService:
                 death_signal=signal.SIGTERM,
             )
         if self.record is not None and (stat := read_stat(process.pid)) is not None:
-            self.record.write_text(f"{process.pid} {stat.started}")
+            with suppress(OSError):  # a full disk ends no program that runs
+                self.record.write_text(f"{process.pid} {stat.started}")
         return process
 
     def _watch(self, process: "subprocess.Popen[bytes]") -> bool:

@@ -119,7 +119,9 @@ class HeartbeatReader:
         pid, page = int(path.name.partition("-")[2]), path.read_bytes()
         (count,), (started,) = COUNT.unpack_from(page), STARTED.unpack_from(page, STARTED_AT)
         since, call = CALL.unpack_from(page, CALL_AT)
-        now, last = read_stat(pid), self.last.setdefault(pid, LastLook(started))
+        now, last = read_stat(pid), self.last.get(pid)
+        if last is None or last.started != started:  # a new worker may have the process id of one that died
+            last = self.last[pid] = LastLook(started)
         is_alive = now is not None and now.state not in "ZX" and now.started == last.started
         if now is not None:
             is_busy = now.cpu_ticks - last.cpu_ticks > BUSY_FRACTION * passed_s * TICKS_PER_S

@@ -59,7 +59,7 @@ class FakeRole(Role):
 
     def fail(self, kind: str) -> None:
         print("about to fail", flush=True)
-        raise {"user": UserError, "run": RunError, "other": ValueError}[kind]("the reason")
+        raise {"user": UserError, "run": RunError, "disk": TimeoutError, "other": ValueError}[kind]("the reason")
 
     def end(self, how: str) -> None:
         print("my last words", flush=True)

@@ -43,6 +43,7 @@ async def observe(group: Group[FakeRole]) -> dict[str, Any]:
         "nobody": await group.all(FakeRole.echo, "x", ranks=[]),
         "user_error": await message_of(group.all(FakeRole.fail, "user")),
         "run_error": await message_of(group.one(1, FakeRole.fail, "run")),
+        "disk_error": await message_of(group.one(1, FakeRole.fail, "disk")),
         "other_error": await message_of(group.one(1, FakeRole.fail, "other")),
         "late": await message_of(group.one(1, FakeRole.hang, timeout_s=0.3)),
         "name": group.names[1],
@@ -75,6 +76,7 @@ def test_methods_may_be_async(seen: dict[str, Any]) -> None:
 def test_errors_arrive_with_their_reason_and_those_for_the_user_as_they_are(seen: dict[str, Any]) -> None:
     assert (seen["user_error"], seen["run_error"]) == ("UserError: the reason", "RunError: the reason")
     assert "the reason" in seen["other_error"]
+    assert seen["disk_error"] == "TimeoutError: the reason"  # and not that of the call
 
 
 def test_a_deadline_names_the_method_and_the_worker(seen: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 when that fails."""
 
 import asyncio
+import errno
 import os
 import shlex
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from corral.recipe.schema import Service
+from corral.runtime import services as services_module
 from corral.runtime.services import Services, command_of
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -93,10 +95,24 @@ def test_a_service_is_ready_when_it_answers_and_ends_with_the_run(start: Start, 
     assert not is_alive(pid)
 
 
-def test_a_service_that_is_killed_is_started_again(start: Start, port: int) -> None:
+@pytest.mark.parametrize("can_fork", [True, False])
+def test_a_service_that_is_killed_is_started_again(
+    start: Start, port: int, can_fork: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the node cannot start it for a while."""
     services = start()
     assert services.wait() == []
     first = pid_of(port)
+    if not can_fork:
+        start_child, failures = services_module.start_child, iter([OSError(errno.EAGAIN, "no more processes")])
+
+        def start_or_fail(*arguments: Any, **options: Any) -> Any:
+            for failure in failures:
+                raise failure
+            return start_child(*arguments, **options)
+
+        monkeypatch.setattr(services_module, "start_child", start_or_fail)
+        monkeypatch.setattr(services_module, "LONGEST_PAUSE_S", 0.1)
     os.kill(first, signal.SIGKILL)
 
     def answers_again() -> bool:
