@@ -109,6 +109,32 @@ def test_each_of_rolls_pipelines_is_found_by_its_keys(program: str, keys: str, a
         assert migrate_file(source).recipe.algorithm.name == algorithm
 
 
+@pytest.mark.parametrize(
+    ("written", "differs"),
+    [
+        (["ppo_epochs=2"], True),
+        (["ppo_epochs=1"], False),
+        (["ppo_epochs=2", "adv_estimator=reinforce"], False),
+        (["actor_train.training_args.per_device_train_batch_size=4"], True),
+        (["actor_train.training_args.per_device_train_batch_size=8"], False),
+        (["actor_train.training_args.gradient_accumulation_steps=2"], True),
+        (["actor_train.training_args.per_device_train_batch_size=4", "adv_estimator=reinforce"], False),
+    ],
+)
+def test_a_critic_that_roll_updates_otherwise_is_named(written: list[str], differs: bool) -> None:
+    migration = roll("pretrain=model", "adv_estimator=gae", "max_steps=10", *written)
+    entries = [entry for entry in migration.entries if entry.given.key == written[0].partition("=")[0]]
+    assert [entry.outcome.differs for entry in entries] == [differs]
+
+
+def test_a_top_k_that_roll_validates_with_by_default_is_named() -> None:
+    files = ["actor_train.data_args.file_name=train.jsonl", "validation.data_args.file_name=test.jsonl"]
+    names = ["validation.generating_args.temperature=0.6", "validation.generating_args.top_k=-1"]
+    by_default, written = roll(*files, "eval_steps=5", names[0]), roll(*files, "eval_steps=5", *names)
+    assert [entry.given.key for entry in by_default.entries if entry.outcome.differs] == [names[0].partition("=")[0]]
+    assert [entry for entry in written.entries if entry.outcome.differs] == []
+
+
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "rollout_batch_size": st.integers(0, 300),
     "train_env_manager.group_size": st.sampled_from([1, 2, 8]),

@@ -32,6 +32,7 @@ from corral.recipe.rules import TRACKERS_WITH_PROJECTS
 
 TRAINING = "actor_train.training_args"
 SAMPLING = "actor_infer.generating_args"
+SIZES_OF_UPDATE = ("per_device_train_batch_size", "gradient_accumulation_steps")
 SEES = re.compile(r"(?i)(?:^|[-_/.\d])(?:vl|omni|vision)(?:[-_/.\d]|$)")
 NOT_FOR_WORKERS = re.compile(
     r"(?i)(?:use_modelscope|modelscope|model_download|vllm|sglang|nvte|megatron|hccl|ascend|npu|roll|ray|task_queue|"
@@ -102,8 +103,7 @@ def num_trajectories(config: ForeignConfig) -> int:
 
 def sizes_of_update(config: ForeignConfig) -> tuple[int, int, int]:
     """Trajectories of an update: of a device at once, how often, and on how many copies of the model."""
-    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    each, times = (config.value(f"{TRAINING}.{name}") for name in names)
+    each, times = (config.value(f"{TRAINING}.{name}") for name in SIZES_OF_UPDATE)
     return each, times, data_parallel(config)
 
 
@@ -128,6 +128,11 @@ def has_own_validation(config: ForeignConfig) -> bool:
     """Environments are validated with the sampling of the training, unless that is not `actor_infer`'s."""
     of_actor = any(one.key.startswith(f"{SAMPLING}.") for one in config.given.values())
     return bool(config.below("val_env_manager.generating_args")) and not of_actor
+
+
+def has_rlvr_sampling(config: ForeignConfig) -> bool:
+    """Whether the RLVR pipeline's validation has a sampling, whose other values are ROLL's defaults."""
+    return bool(config.below("validation.generating_args"))
 
 
 # --- data and rewards of the RLVR pipeline
@@ -331,8 +336,17 @@ def rejection_filters(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 def critic_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    own = math.prod(config.value(f"actor_train.training_args.{name}") for name in names)
-    if math.prod(config[f"critic.training_args.{name}"] or 1 for name in names) == own:
+    own = actor_update(config)
+    if critic_update(config) == own:
         return built_in("the critic has the same updates as the model")
     return unsupported(f"the critic has the same updates as the model, of {own} for each device")
+
+
+def actor_update(config: ForeignConfig) -> int:
+    """Number of trajectories of each device in an update of the model."""
+    return math.prod(config.value(f"{TRAINING}.{name}") for name in SIZES_OF_UPDATE)
+
+
+def critic_update(config: ForeignConfig) -> int:
+    """Number of trajectories of each device in an update of the critic, which has sizes of its own in ROLL."""
+    return math.prod(config.value(f"critic.training_args.{name}") for name in SIZES_OF_UPDATE)

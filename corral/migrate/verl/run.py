@@ -74,8 +74,9 @@ def updates_per_step(config: ForeignConfig) -> int:
 
 
 def updates_of_schedule(config: ForeignConfig) -> int:
-    """Number of updates between two changes of the learning rate."""
-    return updates_per_step(config) * positive(config, f"{ACTOR}.ppo_epochs")
+    """Number of updates between two changes of the learning rate. Search-R1's FSDP workers do not read `ppo_epochs`."""
+    is_read = config.table.row("do_search") is None or config[f"{ACTOR}.strategy"] == "megatron"
+    return updates_per_step(config) * (positive(config, f"{ACTOR}.ppo_epochs") if is_read else 1)
 
 
 # --- micro-batches
