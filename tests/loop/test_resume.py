@@ -141,6 +141,7 @@ def test_a_damaged_checkpoint_is_not_used(
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize("due", ["checkpoint.every=2", "checkpoint.best=validation/mean@1"])
 def test_the_last_step_is_saved_when_it_is_due_also_without_a_checkpoint_at_the_end(
     tmp_path: Path, tiny_model: Path, due: str
@@ -158,6 +159,7 @@ def test_resume_never_makes_a_new_folder(tmp_path: Path, tiny_model: Path) -> No
     assert rows_of(first) == before
 
 
+@pytest.mark.slow
 def test_epochs_of_other_steps_are_refused(tmp_path: Path, tiny_model: Path) -> None:
     epochs = ("~schedule.steps", "schedule.epochs=0.2")
     train_here(tmp_path, tiny_model, *epochs)
@@ -167,6 +169,7 @@ def test_epochs_of_other_steps_are_refused(tmp_path: Path, tiny_model: Path) -> 
         train_here(tmp_path, tiny_model, *epochs, "batch.prompts_per_step=2")
 
 
+@pytest.mark.slow
 def test_a_new_run_from_a_checkpoint_may_have_another_controller_of_the_kl(
     tmp_path: Path, tiny_model: Path, four_steps: Path
 ) -> None:

@@ -76,6 +76,7 @@ def test_a_metric_that_the_validation_does_not_have_ends_the_run_with_those_it_h
     assert not (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().count('"step": 1')
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_missing_once_is_a_warning(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +91,7 @@ def test_a_metric_that_is_missing_once_is_a_warning(
     assert checkpoints(tmp_path) == ["step_000002"]
 
 
+@pytest.mark.slow
 def test_the_best_loss_is_the_lowest(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = iter([9.0, 2.0, 1.0, 3.0])
 
