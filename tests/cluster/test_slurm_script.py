@@ -64,6 +64,7 @@ def on_node(text: str, *command: str, **variables: str) -> list[str]:
     return subprocess.check_output(["bash", "-c", shell, "bash", *command], env=environment, text=True).splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accelerator", ["nvidia", "amd", "none"])
 @pytest.mark.parametrize(
     "container", [{}, DOCKER, PODMAN, PYXIS, APPTAINER], ids=["bare", "docker", "podman", "pyxis", "apptainer"]

@@ -175,6 +175,7 @@ def test_an_attempt_is_contained(name: str, secret: None) -> None:
     assert nothing_is_left()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NUISANCES)
 def test_a_nuisance_is_over_at_its_deadline_and_leaves_nothing_behind(name: str) -> None:
     started = time.monotonic()

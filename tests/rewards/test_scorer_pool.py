@@ -340,6 +340,7 @@ def test_concurrency_bounds_the_calls_in_flight_and_waiting_in_line_does_not_cou
     assert max(score.metrics["most"] for score in scores) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("response", "error"),
     [

@@ -56,6 +56,7 @@ CASES: Any = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @CASES
 @pytest.mark.parametrize(
     "family", ["llama", "qwen3_moe", pytest.param("llama/sdpa", marks=pytest.mark.slow), "llama+lora"]
