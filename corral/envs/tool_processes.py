@@ -217,6 +217,12 @@ class ToolProcesses:
         return template
 
     def _fork(self) -> ToolProcess:
+        try:
+            return self._fork_once()
+        except (EOFError, OSError, ValueError):  # it died before it answered, as with a dying template
+            return self._fork_once()
+
+    def _fork_once(self) -> ToolProcess:
         assert self._template is not None
         connection, theirs = socket.socketpair()
         with theirs:
@@ -228,7 +234,11 @@ class ToolProcesses:
                 pid = self._start().fork(theirs)
         # A later template may give the same process id to another trajectory's process.
         process = ToolProcess(connection, pid, functools.partial(self._end_from_elsewhere, self._template))
-        process.ask(b"", START_TIMEOUT_S)
+        try:
+            process.ask(b"", START_TIMEOUT_S)
+        except BaseException:
+            self._end(self._template, pid)
+            raise
         return process
 
     def _end_from_elsewhere(self, template: "ToolTemplate", pid: int) -> int:

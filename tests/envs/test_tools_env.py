@@ -22,7 +22,7 @@ from corral.data.rows import Message, Row
 from corral.data.sources import render_prompt
 from corral.envs.base import EnvSet, StepResult
 from corral.envs.tool_calls import Style, function_schema, parse_reply, problem_with
-from corral.envs.tool_processes import ToolFailed
+from corral.envs.tool_processes import ToolFailed, ToolTemplate
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Environment, Reward, Rollout
 from corral.rewards import code
@@ -566,6 +566,26 @@ def test_a_process_of_a_template_that_died_ends_none_of_the_next_one(file: Path)
     assert processes._idle == []
     old.end()
     assert [process.request(5.0, "call", 0, None, {"pattern": "a", "text": "a"}) for process in new] == ["true"] * 3
+    envs.close()
+
+
+def test_a_process_that_dies_with_its_template_before_it_answers_is_forked_again(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    envs = environments(file, "match")
+    processes = envs.factories[""].shared[0].processes  # type: ignore[attr-defined]
+    template = processes._template
+
+    def fork(connection: socket.socket) -> int:
+        pid = int(ToolTemplate.fork(template, connection))
+        all_of_it = psutil.Process(template._process.pid).children(recursive=True)
+        template.kill()
+        psutil.wait_procs(all_of_it, 10)
+        return pid
+
+    monkeypatch.setattr(template, "fork", fork)
+    assert processes.call(0, {"pattern": "a", "text": "a"}, 5.0) == "true"
+    assert processes._template is not template
     envs.close()
 
 

@@ -3,17 +3,18 @@
 import math
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from runs import VALIDATION, train_here
+from runs import VALIDATION, rows_of, train_here
 from transformers import AutoModelForCausalLM
 
 from corral.loop import training_loop
 from corral.loop.training_loop import RunState
 from corral.loop.validation import ValidationResult
+from corral.observe.console import Console
 from corral.observe.run_files import read_metrics
 from corral.recipe.errors import RunError
 from corral.training.checkpoint import problem_with
@@ -35,16 +36,21 @@ def test_a_run_saves_when_its_last_checkpoint_is_old(
     assert checkpoints(tmp_path) == [f"step_{step:06d}" for step in steps]
 
 
+def give_validations(monkeypatch: pytest.MonkeyPatch, metrics: Sequence[dict[str, float]]) -> None:
+    """The validations of the next run have these metrics, one after the other."""
+    given = iter(metrics)
+
+    async def validate(parts: object, console: object) -> ValidationResult:
+        return ValidationResult(next(given), [], 6, "question")
+
+    monkeypatch.setattr(training_loop, "validate", validate)
+
+
 def test_the_best_checkpoint_by_validation_is_saved_and_kept(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scores of the validation are given here: the best is that after the second step."""
-    scores = iter([0.9, 0.1, 0.8, 0.3, 0.7])
-
-    async def scored(parts: object, console: object) -> ValidationResult:
-        return ValidationResult({"validation/mean@1": next(scores)}, [], 6, "question")
-
-    monkeypatch.setattr(training_loop, "validate", scored)
+    give_validations(monkeypatch, [{"validation/mean@1": value} for value in (0.9, 0.1, 0.8, 0.3, 0.7)])
     settings = ("schedule.steps=4", "validation.every=1", "checkpoint.best=validation/mean@1", "checkpoint.keep=1")
     train_here(tmp_path, tiny_model, *VALIDATION, *settings)
     assert checkpoints(tmp_path) == ["step_000002", "step_000004"]
@@ -55,12 +61,7 @@ def test_a_score_that_was_not_finite_is_not_the_best_and_hinders_no_other(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run resumes in the middle, and then reads its metrics, in which such a score is null."""
-    scores = iter([0.9, math.nan, 0.2, 0.8, 0.1])
-
-    async def scored(parts: object, console: object) -> ValidationResult:
-        return ValidationResult({"validation/mean@1": next(scores)}, [], 6, "question")
-
-    monkeypatch.setattr(training_loop, "validate", scored)
+    give_validations(monkeypatch, [{"validation/mean@1": value} for value in (0.9, math.nan, 0.2, 0.8, 0.1)])
     settings = (*VALIDATION, "validation.every=1", "checkpoint.best=validation/mean@1", "checkpoint.keep=1")
     train_here(tmp_path, tiny_model, "schedule.steps=2", "optimizer.schedule=constant", *settings)
     train_here(tmp_path, tiny_model, "schedule.steps=4", "optimizer.schedule=constant", *settings)
@@ -73,32 +74,27 @@ def test_a_metric_that_the_validation_does_not_have_ends_the_run_with_those_it_h
     """Before the first step, though it is not needed yet."""
     with pytest.raises(RunError, match=r"no metric accuracy; it has validation/.*mean@1"):
         train_here(tmp_path, tiny_model, *VALIDATION, "checkpoint.best=accuracy")
-    assert not (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().count('"step": 1')
+    assert [row["step"] for row in rows_of(tmp_path / "runs" / "tiny")] == [0]
 
 
 @pytest.mark.slow
 def test_a_metric_that_is_missing_once_is_a_warning(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scores = iter([{"validation/sums/mean@1": 0.1}, {"validation/mean@1": 0.2}, {"validation/sums/mean@1": 0.3}])
-
-    async def scored(parts: object, console: object) -> ValidationResult:
-        return ValidationResult(next(scores), [], 6, "question")
-
-    monkeypatch.setattr(training_loop, "validate", scored)
+    give_validations(
+        monkeypatch, [{"validation/sums/mean@1": 0.1}, {"validation/mean@1": 0.2}, {"validation/sums/mean@1": 0.3}]
+    )
     settings = ("validation.every=1", "checkpoint.best=validation/sums/mean@1", "checkpoint.keep=9")
+    warnings: list[str] = []
+    monkeypatch.setattr(Console, "warn", lambda console, message: warnings.append(message))
     train_here(tmp_path, tiny_model, *VALIDATION, *settings)
     assert checkpoints(tmp_path) == ["step_000002"]
+    assert any("the validation has no metric validation/sums/mean@1" in warning for warning in warnings)
 
 
 @pytest.mark.slow
 def test_the_best_loss_is_the_lowest(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    losses = iter([9.0, 2.0, 1.0, 3.0])
-
-    async def scored(parts: object, console: object) -> ValidationResult:
-        return ValidationResult({"validation/loss": next(losses)}, [], 6, "question")
-
-    monkeypatch.setattr(training_loop, "validate", scored)
+    give_validations(monkeypatch, [{"validation/loss": value} for value in (9.0, 2.0, 1.0, 3.0)])
     settings = ("schedule.steps=3", "validation.every=1", "checkpoint.best=validation/loss", "checkpoint.keep=1")
     train_here(tmp_path, tiny_model, *VALIDATION, *settings)
     assert checkpoints(tmp_path) == ["step_000002", "step_000003"]
@@ -109,12 +105,13 @@ def test_a_validation_without_any_reward_ends_the_run_with_a_checkpoint(tmp_path
     (tmp_path / "judge.py").write_text(
         "from pathlib import Path\n"
         "def judge(response, folder):\n"
-        "    if list(Path(folder).glob('runs/tiny/trajectories/step_000001*')):\n"
+        "    metrics = Path(folder, 'runs/tiny/metrics.jsonl')\n"
+        "    if metrics.exists() and metrics.read_text().count('\\n') > 1:\n"
         "        raise ConnectionError('gone')\n"
         "    return len(response) / 8\n"
     )
     reward = f"{{name: '{tmp_path}/judge.py:judge', on_error: drop, options: {{folder: '{tmp_path}'}}}}"
-    settings = (f"environment.reward={reward}", "environment.max_error_rate=null", "logging.trajectories=true")
+    settings = (f"environment.reward={reward}", "environment.max_error_rate=null")
     with pytest.raises(RunError, match="none of 6 samples has a reward"):
         train_here(tmp_path, tiny_model, *VALIDATION, *settings, "validation.every=1", "schedule.steps=3")
     assert checkpoints(tmp_path) == ["step_000001"]
