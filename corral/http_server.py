@@ -69,6 +69,18 @@ def read_token(path: Path) -> str:
     return token
 
 
+def token_for(host: str, token_file: Path | None, is_insecure: bool) -> str | None:
+    """The token of a server on this address, which is needed where other machines reach it (`--insecure`: not even
+    there)."""
+    if token_file is not None:
+        return read_token(token_file)
+    if not is_insecure and not is_loopback(host):
+        raise UserError(
+            f"on {host} other machines could send requests too: give --token-file, or --insecure if all of them may"
+        )
+    return None
+
+
 class RequestRefused(Exception):
     """A request that is not answered, with the status and the reason."""
 

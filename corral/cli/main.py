@@ -160,14 +160,12 @@ def serve(
     insecure: Annotated[bool, typer.Option("--insecure", help="Other machines may ask without a token.")] = False,
 ) -> None:
     """Serve a model over HTTP: the OpenAI API, and tokens in, tokens out, as vLLM has it."""
-    from corral.http_server import read_token
+    from corral.http_server import token_for
     from corral.recipe.schema import Model
     from corral.rollout.engine_server import find_model, load_served_model
     from corral.rollout.engine_server import serve as run_server
-    from corral.runtime.network import is_loopback
 
-    if not is_loopback(host) and token_file is None and not insecure:
-        raise UserError(f"on {host} other machines could ask too: give --token-file, or --insecure if all of them may")
+    token = token_for(host, token_file, insecure)
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise UserError(f"--dtype {dtype} is none of auto, float32, bfloat16, float16")
     spec = Model.model_validate(
@@ -183,7 +181,7 @@ def serve(
         name or model,
         host,
         port,
-        token=None if token_file is None else read_token(token_file),
+        token=token,
         report=lambda text: print(text, flush=True),
     )
 
@@ -200,16 +198,13 @@ def view(
     insecure: Annotated[bool, typer.Option("--insecure", help="Other machines may look without a token.")] = False,
 ) -> None:
     """Show runs in a browser: curves, steps, trajectories token by token, live while they are trained. Read-only."""
-    from corral.http_server import read_token
-    from corral.runtime.network import is_loopback
+    from corral.http_server import token_for
     from corral.view import static_files, view_server
 
     folders = folders or [Path("runs")]
     if export is not None:
         return static_files.export(folders, export)
-    if not is_loopback(host) and token_file is None and not insecure:
-        raise UserError(f"on {host} other machines could look too: give --token-file, or --insecure if all of them may")
-    token = None if token_file is None else read_token(token_file)
+    token = token_for(host, token_file, insecure)
     view_server.serve(folders, host, port, token=token, report=lambda text: print(text, flush=True))
 
 

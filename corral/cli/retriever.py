@@ -129,24 +129,19 @@ def serve(
     device: Device = None,
 ) -> None:
     """Answer POST /retrieve over HTTP, as Search-R1's servers do; also GET /health and GET /metrics."""
-    from corral.http_server import read_token
+    from corral.http_server import token_for
     from corral.retrieval.server import ServerLimits
     from corral.retrieval.server import serve as run_server
-    from corral.runtime.network import is_loopback
 
     if (index is None) == (online is None):
         raise UserError("say what to search: the folder of an index, or --online with a file about a service")
-    if not is_loopback(host) and token_file is None and not insecure:
-        raise UserError(
-            f"on {host} other machines could search too: give --token-file, or --insecure if all of them may"
-        )
+    token = token_for(host, token_file, insecure)
     if topk > max_topk:
         raise UserError(f"--topk {topk} is more than --max-topk {max_topk}")
     if online is not None:
         refuse_given(context, ("corpus", "encoder"), "on a search service; it is for an index")
     if reranker is None:
         refuse_given(context, ("candidates",), "without --reranker")
-    token = None if token_file is None else read_token(token_file)
     limits = ServerLimits(max_body, max_queries, max_topk, max_passages, max_query_chars, max_waiting, timeout)
     load = loader(index, online, corpus, encoder, reranker, candidates, device)
     run_server(load, host, port, token=token, topk=topk, limits=limits, report=lambda text: print(text, flush=True))

@@ -148,7 +148,8 @@ async def open_rollout_components(
         )
     placement, _ = resolve_placement(recipe, resolve_algorithm(recipe))
     placement = placement.only(["rollout", "reward_model"])
-    async with open_runtime(recipe, placement, recipe.logging.folder, console) as runtime:
+    logs = recipe.logging.folder / f"{recipe.name}-evaluation" / "logs"
+    async with open_runtime(recipe, placement, logs, console) as runtime:
         tokenizer = await prepare_rewards_and_tokenizer(runtime, recipe, console)
         validation = prompts_of(recipe, "validation", tokenizer, console)
         await try_environments(runtime, recipe, validation, console)

@@ -78,6 +78,8 @@ class ApiBody(SamplingFields):
     model: str = ""
     stream: bool = False
     stream_options: StreamOptions | None = None
+    skip_special_tokens: Literal[True] = True
+    """vLLM's: texts are without special tokens."""
 
 
 class ChatBody(ApiBody):

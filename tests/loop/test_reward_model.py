@@ -85,10 +85,21 @@ def test_its_score_is_one_of_several_rewards_with_weight_and_name(
     )
 
 
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        (),
+        pytest.param(
+            ("cluster.devices_per_node=2", "cluster.start_timeout_s=120"),
+            marks=(pytest.mark.slow, pytest.mark.xdist_group("ray")),
+            id="on Ray",
+        ),
+    ],
+)
 def test_an_evaluation_has_the_same_score_as_the_validation_of_a_run(
-    tmp_path: Path, tiny_model: Path, vowels: Path
+    tmp_path: Path, tiny_model: Path, vowels: Path, cluster: tuple[str, ...]
 ) -> None:
-    recipe = load_recipe(write_recipe(tmp_path, tiny_model), [*scored_by(vowels), *VALIDATION])
+    recipe = load_recipe(write_recipe(tmp_path, tiny_model), [*scored_by(vowels), *VALIDATION, *cluster])
     console = Console(io.StringIO())
 
     async def evaluate() -> dict[str, float]:
@@ -96,6 +107,8 @@ def test_an_evaluation_has_the_same_score_as_the_validation_of_a_run(
             return (await validate(parts, console)).metrics
 
     found = asyncio.run(evaluate())
+    logs = [file.parent.relative_to(tmp_path) for file in tmp_path.rglob("worker-*.log")]
+    assert logs == [Path("runs/tiny-evaluation/logs")] * (2 if cluster else 0)
     before = rows_of(train_here(tmp_path, tiny_model, *scored_by(vowels), *VALIDATION, "schedule.steps=1"))[0]
     assert found["validation/mean@1"] == before["validation/mean@1"] > 0
 

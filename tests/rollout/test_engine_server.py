@@ -211,6 +211,7 @@ def test_log_probs_of_a_chat_are_those_of_its_tokens(server: Server) -> None:
         ("/v1/chat/completions", {"messages": MESSAGES, "tools": [{"name": "add"}]}, "`tools` must be a list of"),
         ("/v1/chat/completions", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
         ("/v1/completions", {"prompt": "a", "add_special_tokens": False}, "add_special_tokens"),
+        ("/v1/completions", {"prompt": "a", "skip_special_tokens": False}, "skip_special_tokens"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_in_words(server: Server, path: str, body: Any, expected: str) -> None:
