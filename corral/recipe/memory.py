@@ -417,16 +417,19 @@ def moment_bytes(recipe: Recipe, role: str) -> int:
 
 def layer_activations(shape: ModelShape, weight_bytes: int, fused: bool = False) -> int:
     """Bytes that one layer keeps of one token for its backward pass: norms and residuals (6 x hidden), queries, keys
-    and values before and after rotation, attention's output, and four of the feed-forward's width. Within a quarter of
-    what transformers keeps for Llama and Qwen3. `fused`: what Corral's fused layers keep on a GPU, which is 4 x hidden,
-    queries, keys and values once, keys and values as a token tree gathers them, and three of the feed-forward's width;
-    within 3 % of what was measured on an H200."""
+    and values before and after rotation, attention's output, and four of the feed-forward's width; of each expert that
+    the token passes through, its copy of the input and its result. Within a quarter of what transformers keeps.
+    `fused`: what Corral's fused layers keep on a GPU, which is 4 x hidden, queries, keys and values once, keys and
+    values as a token tree gathers them, and three of the feed-forward's width; within 3 % of what was measured on an
+    H200."""
     output, gathered = shape.num_heads * shape.head_dim, 2 * shape.num_kv_heads * shape.head_dim
     if fused:
         attention = shape.attention_size + output * (2 if shape.qk_norm else 1) + gathered  # queries before their norm
         values = 4 * shape.hidden_size + attention + 3 * shape.active_intermediate_size
     else:
-        values = 6 * shape.hidden_size + 2 * shape.attention_size + output + 4 * shape.active_intermediate_size
+        of_experts = 2 * shape.experts_per_token * shape.hidden_size
+        attention = 2 * shape.attention_size + output
+        values = 6 * shape.hidden_size + attention + of_experts + 4 * shape.active_intermediate_size
     return values * weight_bytes
 
 

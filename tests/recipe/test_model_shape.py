@@ -1,10 +1,14 @@
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from corral.model.builtin_models import BLANK_SHAPE
 from corral.recipe.errors import UserError
+from corral.recipe.memory import layer_activations
 from corral.recipe.shape import SMOLLM2_135M, ModelShape
 
 QWEN25_05B = {
@@ -25,6 +29,10 @@ MIXTRAL = {
     "model_type": "mixtral", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000, "num_local_experts": 8,
     "num_experts_per_tok": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+SMALL = {
+    "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32,
+    "vocab_size": 128,
 }  # fmt: skip
 
 
@@ -88,3 +96,31 @@ def test_the_blank_model_has_the_shape_that_a_plan_counts_with() -> None:
     assert ModelShape.from_config(BLANK_SHAPE, "blank") == replace(
         found, dense_intermediate_size=found.intermediate_size
     )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LLAMA3_8B | SMALL | {"intermediate_size": 896},
+        QWEN3_30B_A3B | SMALL | {"moe_intermediate_size": 96, "num_experts": 32},
+        MIXTRAL | SMALL | {"intermediate_size": 896},
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_what_a_layer_keeps_for_its_backward_pass_is_within_a_quarter(config: dict[str, Any]) -> None:
+    """Compared with the tensors that autograd keeps of plain transformers."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(torch.zeros(1, 256, dtype=torch.int64), logits_to_keep=1)
+    assert output.logits.requires_grad
+    measured = sum(kept.values()) / 256 / config["num_hidden_layers"]
+    assert 0.8 < layer_activations(ModelShape.from_config(config), 4) / measured < 1.25
