@@ -46,9 +46,9 @@ def recipe_from(document: Document) -> Recipe:
     return validate(document)
 
 
-def dump_recipe(recipe: Recipe, full: bool = False) -> str:
-    """YAML that `load_recipe` reads back: the keys that were set. full: every key with its value, for people."""
-    values = recipe.model_dump(mode="json", exclude_unset=not full)
+def dump_recipe(recipe: Recipe) -> str:
+    """YAML that `load_recipe` reads back: the keys that were set."""
+    values = recipe.model_dump(mode="json", exclude_unset=True)
     ordered = {"name": recipe.name} | values
     return yaml.dump(
         escape_references(ordered), Dumper=RecipeDumper, sort_keys=False, allow_unicode=True, width=10**6, indent=2

@@ -166,14 +166,13 @@ def make_plan(
     *,
     num_rows: int | None = None,
     device: str | None = None,
-    dtype_bytes: int | None = None,
     model_path: str | None = None,
 ) -> Plan:
     """Raises a RecipeError with everything that is wrong with the recipe.
 
     `num_rows`: of the training data, if they have been counted. What `model.dtype: auto` means depends on the device:
-    float32 on a CPU and bfloat16 elsewhere, unless `dtype_bytes` says what it is here. Where the device is not known,
-    the estimate is of a CPU, and what no GPU holds is an error.
+    float32 on a CPU and bfloat16 elsewhere. Where the device is not known, the estimate is of a CPU, and what no GPU
+    holds is an error.
     """
     warnings = check(recipe)
     algorithm = resolve_algorithm(recipe)
@@ -181,7 +180,7 @@ def make_plan(
     recipe, mesh_reason = with_default_mesh(recipe, placement, model_shape)
     rows = known_rows(recipe, num_rows)
     on_gpu = device not in (None, "cpu") or recipe.cluster.device_memory is not None
-    auto_bytes = dtype_bytes or (2 if on_gpu else 4)
+    auto_bytes = 2 if on_gpu else 4
     memory: list[DeviceMemory] = []
     if model_shape is not None:
         if recipe.model.quantization is not None and model_shape.num_experts:
@@ -190,7 +189,7 @@ def make_plan(
         if on_gpu:
             warnings += check_memory(recipe, memory)
         elif device is None:
-            of_gpu = estimate_memory(recipe, algorithm, placement, model_shape, dtype_bytes or 2, on_gpu=True)
+            of_gpu = estimate_memory(recipe, algorithm, placement, model_shape, 2, on_gpu=True)
             warnings += check_memory(recipe, of_gpu)
     return Plan(
         recipe=recipe,

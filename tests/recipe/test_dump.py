@@ -34,18 +34,6 @@ def test_the_name_comes_first(load):
     assert dump_recipe(load(text="seed: 1\n" + MINIMAL)).startswith("name: test\n")
 
 
-def test_a_full_dump_has_every_key(load):
-    full = yaml.safe_load(dump_recipe(load(), full=True))
-    assert full["optimizer"]["betas"] == [0.9, 0.999]
-    assert full["algorithm"]["kl"]["where"] is None
-    assert set(full) == set(Recipe.model_fields)
-
-
-def test_a_full_dump_loads_to_the_same_recipe(load):
-    recipe = load("optimizer.learning_rate=1e-6")
-    assert load(text=dump_recipe(recipe, full=True)) == recipe
-
-
 def test_an_option_without_a_bound_stays_so(load):
     written = dump_recipe(load("environment.options.limit=.inf", "environment.options.other=[-.inf, .nan]"))
     assert load(text=written).environment.options["limit"] == float("inf")
