@@ -155,13 +155,7 @@ def print_fit(path: Path, overrides: Sequence[str], devices: str, as_json: bool)
 
     hardware = Hardware.parse(devices)
     recipe = load_own_recipe(path, overrides)
-    shape = ModelShape.find(recipe.model.path)
-    if shape is None:
-        raise UserError(
-            f"--fit: the shape of {recipe.model.path} is unknown: it is not on this machine, and a plan downloads "
-            "nothing; `model.path` may be a folder with its config.json alone"
-        )
-    fit = find_fit(recipe, hardware, shape)
+    fit = find_fit(recipe, hardware, ModelShape.read(recipe.model.path))
     _, plan = planned(path, [*overrides, *fit.overrides])
     if as_json:
         print(json.dumps({**fit.as_dict(), "plan": plan.as_dict()}, indent=2))

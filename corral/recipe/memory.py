@@ -304,7 +304,7 @@ class _Estimate:
         return self.held_part(role, self.num_trained * FLOAT32)
 
     def kv_cache(self) -> int:
-        """sequences x tokens x layers x kv_heads x head_dim x 2 (keys, values) x b. A bound: on a CPU it grows as
+        """sequences x tokens x layers x kv_heads x (head_dim of keys, and of values) x b. A bound: on a CPU it grows as
         needed; on a GPU it is taken at once, or as much of it as fits, and given back for training."""
         per_token = self.shape.kv_values_per_token * self.weight_bytes
         spread = min(self.recipe.rollout.engine.tensor_parallel, self.shape.num_kv_heads)
@@ -422,7 +422,7 @@ def layer_activations(shape: ModelShape, weight_bytes: int, fused: bool = False)
     `fused`: what Corral's fused layers keep on a GPU, which is 4 x hidden, queries, keys and values once, keys and
     values as a token tree gathers them, and three of the feed-forward's width; within 3 % of what was measured on an
     H200."""
-    output, gathered = shape.num_heads * shape.head_dim, 2 * shape.num_kv_heads * shape.head_dim
+    output, gathered = shape.output_size, shape.kv_size
     if fused:
         attention = shape.attention_size + output * (2 if shape.qk_norm else 1) + gathered  # queries before their norm
         values = 4 * shape.hidden_size + attention + 3 * shape.active_intermediate_size
@@ -436,7 +436,7 @@ def layer_activations(shape: ModelShape, weight_bytes: int, fused: bool = False)
 def product_activations(shape: ModelShape, weight_bytes: int) -> int:
     """Bytes of the results of one layer's matrix products and attention, of one token. Each expert that it passes
     through has a result of its own."""
-    attention = shape.attention_size + shape.num_heads * shape.head_dim
+    attention = shape.attention_size + shape.output_size
     outputs = 1 + max(1, shape.experts_per_token) + (shape.shared_expert_size > 0)  # of attention, then of experts
     return (attention + outputs * shape.hidden_size + 2 * shape.active_intermediate_size) * weight_bytes
 
@@ -499,7 +499,7 @@ def quantization_saves(recipe: Recipe, shape: ModelShape, weight_bytes: int) -> 
     if recipe.model.quantization is None or shape.num_experts:
         return 0
     per_number = 0.5 + FLOAT32 / 64 if recipe.model.quantization.bits == 4 else 1.0 + FLOAT32 / shape.hidden_size
-    largest = shape.hidden_size * max(shape.intermediate_size, shape.num_heads * shape.head_dim)
+    largest = shape.hidden_size * max(shape.intermediate_size, shape.output_size)
     return int(shape.num_quantizable_parameters * (weight_bytes - per_number)) - largest * weight_bytes
 
 

@@ -38,7 +38,7 @@ from corral.recipe.presets import ResolvedAlgorithm, ResolvedKL, resolve_algorit
 from corral.recipe.recipe_warnings import why_training_waits
 from corral.recipe.rules import check
 from corral.recipe.schema import Recipe, Source
-from corral.recipe.shape import ModelShape
+from corral.recipe.shape import ModelShape, UnknownShape
 
 TRANSFERS: dict[TransferKind, str] = {
     "shared": "shared: gathered from the shards within each process",
@@ -489,10 +489,11 @@ def memory_title(plan: Plan) -> str:
 
 def describe_memory(plan: Plan) -> list[str]:
     if plan.shape is None:
-        path = plan.recipe.model.path
-        return [
-            f"unknown: {path} is not on this machine, and a plan downloads nothing; with a local folder it would be"
-        ]
+        try:
+            ModelShape.read(plan.recipe.model.path)
+        except UnknownShape as error:
+            return [f"unknown: {error}"]
+        return ["unknown"]
     lines = []
     others = {
         "critic": plan.recipe.critic.path,

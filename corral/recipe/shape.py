@@ -8,10 +8,18 @@ from typing import Any
 
 from corral.recipe.errors import UserError
 
-PLAIN_MLP = {"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "phi", "falcon", "bloom", "starcoder2"}
+PLAIN_MLP = {
+    "apertus", "arcee", "biogpt", "bloom", "codegen", "falcon", "fuyu", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox",
+    "gpt_neox_japanese", "gptj", "jais2", "nanochat", "nemotron", "opt", "persimmon", "phi", "starcoder2",
+}  # fmt: skip
 """Model types whose feed-forward layer has two matrices; all others have three (gate, up, down)."""
 QKV_BIAS = {"qwen2", "qwen2_moe", "gpt2", "gpt_neox", "opt", "phi"}
 """Model types with a bias on queries, keys and values that their configuration does not mention."""
+OTHER_LAYERS = {
+    "bamba", "doge", "git", "got_ocr2", "hrm_text", "jamba", "jetmoe", "lfm2", "lfm2_moe", "moshi",
+    "moss_transcribe_diarize", "olmo_hybrid", "phi4_multimodal", "recurrent_gemma", "zamba", "zamba2",
+}  # fmt: skip
+"""Model types with layers, or parts for images and sound, whose parameters are not counted here."""
 
 
 class UnknownShape(UserError):
@@ -25,6 +33,7 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Of queries and keys, and of values unless `value_dim` is set."""
     intermediate_size: int
     """Of one expert, where there are experts."""
     vocab_size: int
@@ -43,12 +52,26 @@ class ModelShape:
     """Whether a GPU computes its layers with Corral's own kernels; see `corral/model/fused_layers.py`."""
     vision_parameters: int = 0
     """Of the part that reads images, where there is one; about."""
+    value_dim: int = 0
+    """Width of a head's values, where it is another than that of its keys."""
+    latent_parameters: int = 0
+    """Of one layer's matrices that make queries, keys and values, where they come from latent vectors."""
+    layer_embeddings: int = 0
+    """Parameters of embeddings that layers have of their own (Gemma 3n and 4)."""
 
     @classmethod
     def find(cls, path: str) -> "ModelShape | None":
-        """Of a folder, a built-in model, or a hub name whose configuration is in the hub's cache here. None for other
-        hub names, since nothing is downloaded for a plan; and for a model without attention heads (Mamba, RWKV), whose
-        memory is not estimated."""
+        """What `read` returns; None where the shape is unknown."""
+        try:
+            return cls.read(path)
+        except UnknownShape:
+            return None
+
+    @classmethod
+    def read(cls, path: str) -> "ModelShape":
+        """Of a folder, a built-in model, or a hub name whose configuration is in the hub's cache here. UnknownShape for
+        other hub names, since nothing is downloaded for a plan; and for a model without attention heads, or with other
+        layers beside them (Mamba, RWKV, Jamba), whose memory is not estimated."""
         if path.lower() == "smollm2-135m-instruct":
             return SMOLLM2_135M
         if path.lower() == "blank-1m":
@@ -57,10 +80,12 @@ class ModelShape:
             return BLANK_VISION_1M
         written = Path(path).expanduser()
         folder = written if written.is_dir() else _cached_folder(path)
-        try:
-            return None if folder is None else cls.from_folder(folder)
-        except UnknownShape:
-            return None
+        if folder is None:
+            raise UnknownShape(
+                f"{path} is not on this machine, and a plan downloads nothing; `model.path` may be a folder with its "
+                "config.json alone"
+            )
+        return cls.from_folder(folder)
 
     @classmethod
     def from_folder(cls, path: Path | str) -> "ModelShape":
@@ -80,24 +105,36 @@ class ModelShape:
         keys = _Keys({**config, **(config.get("text_config") or {})}, source)
         hidden, heads = keys.number("hidden_size", "n_embd", "d_model"), keys.number("num_attention_heads", "n_head")
         kind = str(keys.config.get("model_type", ""))
+        if other := OTHER_LAYERS & {kind, config.get("model_type")}:
+            raise UnknownShape(f"{source}: the layers of `{other.pop()}` are of kinds that are not counted")
         dense = keys.number("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
         layers = keys.number("num_hidden_layers", "n_layer")
-        experts = keys.number("num_experts", "num_local_experts", "n_routed_experts", default=0)
+        experts = keys.number("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", default=0)
         expert_size = keys.number("moe_intermediate_size", default=dense)
-        shared = keys.number("n_shared_experts", default=0) * expert_size
+        shared = keys.number("n_shared_experts", "moe_num_shared_experts", default=0) * expert_size
+        kv_heads = keys.number("num_key_value_heads", "num_kv_heads", default=heads)
+        if keys.config.get("multi_query") and not keys.config.get("new_decoder_architecture"):
+            kv_heads = 1
+        head_dim, value_dim, latent = keys.number("head_dim", default=hidden // heads), 0, 0
+        if kv_rank := keys.number("kv_lora_rank", default=0):
+            rotated, q_rank = keys.number("qk_rope_head_dim"), keys.number("q_lora_rank", default=0)
+            head_dim, value_dim = keys.number("qk_nope_head_dim") + rotated, keys.number("v_head_dim")
+            latent = hidden * (kv_rank + rotated) + kv_rank * heads * (head_dim - rotated + value_dim)
+            latent += q_rank * (hidden + heads * head_dim) if q_rank else hidden * heads * head_dim
+        per_layer = keys.number("hidden_size_per_layer_input", default=0)
         return cls(
             hidden_size=hidden,
             num_layers=layers,
             num_heads=heads,
-            num_kv_heads=keys.number("num_key_value_heads", default=heads),
-            head_dim=keys.number("head_dim", default=hidden // heads),
+            num_kv_heads=heads if latent else kv_heads,
+            head_dim=head_dim,
             intermediate_size=expert_size if experts else dense,
             vocab_size=keys.number("vocab_size"),
             tie_word_embeddings=bool(
                 config.get("tie_word_embeddings", keys.config.get("tie_word_embeddings", kind == "gpt2"))
             ),
             num_experts=experts,
-            experts_per_token=keys.number("num_experts_per_tok", "moe_topk", default=0),
+            experts_per_token=keys.number("num_experts_per_tok", "moe_topk", "moe_k", default=0),
             shared_expert_size=keys.number("shared_expert_intermediate_size", default=shared),
             num_dense_layers=min(layers, _num_dense_layers(keys, layers)) if experts else 0,
             dense_intermediate_size=dense,
@@ -106,29 +143,48 @@ class ModelShape:
             qk_norm=kind in ("qwen3", "qwen3_moe"),
             has_fused_layers=kind in ("llama", "mistral", "qwen2", "qwen3"),
             vision_parameters=_vision_parameters(config.get("vision_config"), hidden),
+            value_dim=value_dim,
+            latent_parameters=latent,
+            layer_embeddings=layers * per_layer * keys.number("vocab_size_per_layer_input", default=0),
         )
 
     @property
     def attention_size(self) -> int:
         """Width of queries, keys and values together."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return self.num_heads * self.head_dim + self.kv_size
+
+    @property
+    def kv_size(self) -> int:
+        """Width of keys and values together."""
+        return self.num_kv_heads * (self.head_dim + (self.value_dim or self.head_dim))
+
+    @property
+    def output_size(self) -> int:
+        """Width of what attention gives, before its last matrix."""
+        return self.num_heads * (self.value_dim or self.head_dim)
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of the matrices of one layer's attention."""
+        return (self.latent_parameters or self.hidden_size * self.attention_size) + self.hidden_size * self.output_size
 
     @property
     def num_parameters(self) -> int:
-        """Exact for the Llama, Qwen and Mixtral families; others within a few per cent."""
+        """Exact for the Llama, Qwen and Mixtral families; others within a tenth."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        attention = self.hidden_size * (self.attention_size + self.num_heads * self.head_dim)
+        attention = self.attention_parameters
         attention += self.attention_size * self.qkv_bias + 2 * self.head_dim * self.qk_norm
         norms = 2 * self.hidden_size
         mlps = self.num_dense_layers * self._mlp(self.dense_intermediate_size)
         mlps += (self.num_layers - self.num_dense_layers) * self._sparse_mlp()
         text = embeddings + self.num_layers * (attention + norms) + mlps + self.hidden_size
-        return text + self.vision_parameters
+        return text + self.vision_parameters + self.layer_embeddings
 
     def num_adapter_parameters(self, rank: int, targets: Collection[str] | None) -> int:
         """Of LoRA adapters of the rank on linear layers and experts of these names, or on all of them."""
-        hidden, heads, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        sizes = {"q_proj": hidden + heads, "k_proj": hidden + kv, "v_proj": hidden + kv, "o_proj": hidden + heads}
+        hidden, queries, keys = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        sizes = {"q_proj": queries, "k_proj": keys, "v_proj": self.kv_size - keys, "o_proj": self.output_size}
+        sizes = {name: hidden + width for name, width in sizes.items()}
         sizes = {name: size * self.num_layers for name, size in sizes.items()}
         num_sparse = (self.num_layers - self.num_dense_layers) * bool(self.num_experts)
         num_dense = self.num_layers - num_sparse
@@ -149,21 +205,21 @@ class ModelShape:
     @property
     def num_quantizable_parameters(self) -> int:
         """Parameters of the linear layers but for the head, of a model without experts."""
-        attention = self.hidden_size * (self.attention_size + self.num_heads * self.head_dim)
-        return self.num_layers * (attention + self._mlp(self.intermediate_size))
+        return self.num_layers * (self.attention_parameters + self._mlp(self.intermediate_size))
 
     @property
     def num_matrix_parameters(self) -> int:
         """Parameters with which one token is multiplied: not those of experts that it does not pass through, nor an
         embedding that is not also the head."""
         embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
+        embedding += self.layer_embeddings
         active = self.num_expert_parameters * self.experts_per_token // max(1, self.num_experts)
         return self.num_parameters - self.vision_parameters - embedding - self.num_expert_parameters + active
 
     @property
     def kv_values_per_token(self) -> int:
         """Numbers in the keys and values of one token."""
-        return self.num_layers * self.num_kv_heads * self.head_dim * 2
+        return self.num_layers * self.kv_size
 
     @property
     def active_intermediate_size(self) -> int:
@@ -224,6 +280,8 @@ class _Keys:
         """The first of the names that has a value; families call the same thing differently."""
         for name in names:
             value = self.config.get(name)
+            if isinstance(value, list) and value:  # one for each layer, or each kind of layer
+                value = value[0]
             if isinstance(value, int) and not isinstance(value, bool):
                 return value
         if default is None:
@@ -235,7 +293,8 @@ def _num_dense_layers(keys: _Keys, layers: int) -> int:
     """DeepSeek starts with some; Qwen lists them, or makes every n-th layer sparse."""
     listed = keys.config.get("mlp_only_layers") or []
     every = keys.number("decoder_sparse_step", default=1)
-    return max(keys.number("first_k_dense_replace", default=0), len(listed), layers - layers // max(1, every))
+    first = keys.number("first_k_dense_replace", "moe_layer_start_index", default=0)
+    return max(first, len(listed), layers - layers // max(1, every))
 
 
 def _vision_parameters(config: Any, hidden: int) -> int:

@@ -98,7 +98,8 @@ def forward_flops(plan: Plan) -> float:
     trajectory, which is what causal tokens see on average."""
     shape = plan.shape
     assert shape is not None
-    attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * plan.recipe.max_trained_tokens / 2
+    widths = shape.num_heads * shape.head_dim + shape.output_size  # of scores, and of what they weight
+    attention = 2 * shape.num_layers * widths * plan.recipe.max_trained_tokens / 2
     return 2 * shape.num_matrix_parameters + attention
 
 

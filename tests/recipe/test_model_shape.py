@@ -1,15 +1,23 @@
+import asyncio
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from corral.model.attention import register
 from corral.model.builtin_models import BLANK_SHAPE
 from corral.recipe.errors import UserError
 from corral.recipe.memory import layer_activations
-from corral.recipe.shape import SMOLLM2_135M, ModelShape
+from corral.recipe.shape import SMOLLM2_135M, ModelShape, UnknownShape
+from corral.rollout.engine import Sampling
+from corral.rollout.native_engine import NativeEngine
+from corral.rollout.slot_core import SlotCore
 
 QWEN25_05B = {
     "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
@@ -74,6 +82,13 @@ def test_a_hub_name_has_no_known_shape():
     assert ModelShape.find("Qwen/Qwen2.5-0.5B") is None
 
 
+def test_layers_of_other_kinds_are_not_counted_as_if_they_were_attention(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA3_8B | {"model_type": "jamba"}))
+    assert ModelShape.find(str(tmp_path)) is None
+    with pytest.raises(UnknownShape, match="the layers of `jamba` are of kinds that are not counted"):
+        ModelShape.read(str(tmp_path))
+
+
 def test_a_folder_without_a_config_is_one_line(tmp_path):
     with pytest.raises(UserError, match=r"config.json: cannot be read: No such file"):
         ModelShape.from_folder(tmp_path)
@@ -124,3 +139,53 @@ def test_what_a_layer_keeps_for_its_backward_pass_is_within_a_quarter(config: di
     assert output.logits.requires_grad
     measured = sum(kept.values()) / 256 / config["num_hidden_layers"]
     assert 0.8 < layer_activations(ModelShape.from_config(config), 4) / measured < 1.25
+
+
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 24, "intermediate_size": 512, "moe_intermediate_size": 64, "n_routed_experts": 16, "n_group": 4,
+    "topk_group": 2, "num_experts_per_tok": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "vocab_size": 128,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LLAMA3_8B | SMALL | {"intermediate_size": 896}, DEEPSEEK_V3, DEEPSEEK_V3 | {"q_lora_rank": None}],
+    ids=["llama", "latent attention", "latent keys and values"],
+)
+def test_a_tokens_keys_and_values_are_those_of_the_engines_cache(config: dict[str, Any]) -> None:
+    register()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation="corral").eval()
+    engine = NativeEngine(model, tiny_tokenizer(), max_sequences=2, max_prefill_tokens=64, max_length=64, paged=False)
+    asyncio.run(engine.generate([5, 6, 7], Sampling(max_tokens=2), 0))
+    assert isinstance(engine.core, SlotCore)
+    tensors = [tensor for tensor in (*engine.core.cache.keys, *engine.core.cache.values) if tensor is not None]
+    shape = ModelShape.from_config(config)
+    assert shape.kv_values_per_token == sum(tensor.shape[1] * tensor.shape[3] for tensor in tensors)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert shape.num_parameters == pytest.approx(num_parameters, rel=0.001)
+
+
+@pytest.mark.slow
+def test_any_architecture_has_its_number_of_parameters_within_a_tenth_or_is_unknown() -> None:
+    """As transformers makes it from its own default configuration, which most often is that of a published model."""
+    num_compared, wrong = 0, {}
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    for kind in re.findall(r"^\| (\w+) \| (?:fast|general) \|", page, re.MULTILINE):
+        try:
+            config = AutoConfig.for_model(kind)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config)
+        except Exception:  # there is no default
+            continue
+        try:
+            shape = ModelShape.from_config(config.to_dict())
+        except UnknownShape:
+            continue
+        num_compared += 1
+        counted = sum(parameter.numel() for parameter in model.parameters())
+        if not 0.9 < shape.num_parameters / counted < 1.1:
+            wrong[kind] = shape.num_parameters / counted
+    assert wrong == {}
+    assert num_compared > 90
