@@ -418,10 +418,10 @@ def moment_bytes(recipe: Recipe, role: str) -> int:
 def layer_activations(shape: ModelShape, weight_bytes: int, fused: bool = False) -> int:
     """Bytes that one layer keeps of one token for its backward pass: norms and residuals (6 x hidden), queries, keys
     and values before and after rotation, attention's output, and four of the feed-forward's width; of each expert that
-    the token passes through, its copy of the input and its result. Within a quarter of what transformers keeps.
-    `fused`: what Corral's fused layers keep on a GPU, which is 4 x hidden, queries, keys and values once, keys and
-    values as a token tree gathers them, and three of the feed-forward's width; within 3 % of what was measured on an
-    H200."""
+    the token passes through, its copy of the input and its result. Within a quarter of what transformers keeps for
+    Llama, Qwen3 and Mixtral. `fused`: what Corral's fused layers keep on a GPU, which is 4 x hidden, queries, keys and
+    values once, keys and values as a token tree gathers them, and three of the feed-forward's width; within 3 % of what
+    was measured on an H200."""
     output, gathered = shape.output_size, shape.kv_size
     if fused:
         attention = shape.attention_size + output * (2 if shape.qk_norm else 1) + gathered  # queries before their norm
