@@ -305,7 +305,8 @@ class _Estimate:
 
     def kv_cache(self) -> int:
         """sequences x tokens x layers x kv_heads x (head_dim of keys, and of values) x b. A bound: on a CPU it grows as
-        needed; on a GPU it is taken at once, or as much of it as fits, and given back for training."""
+        needed; on a GPU it is taken at once, or as much of it as fits, and given back for training; vLLM and SGLang
+        keep less where keys and values come from latent vectors (DeepSeek)."""
         per_token = self.shape.kv_values_per_token * self.weight_bytes
         spread = min(self.recipe.rollout.engine.tensor_parallel, self.shape.num_kv_heads)
         return self.max_sequences * max_trajectory_tokens(self.recipe) * per_token // spread

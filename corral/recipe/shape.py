@@ -280,8 +280,8 @@ class _Keys:
         """The first of the names that has a value; families call the same thing differently."""
         for name in names:
             value = self.config.get(name)
-            if isinstance(value, list) and value:  # one for each layer, or each kind of layer
-                value = value[0]
+            if isinstance(value, list) and value and all(isinstance(one, int) for one in value):
+                value = max(value)  # one for each layer, or each kind of layer
             if isinstance(value, int) and not isinstance(value, bool):
                 return value
         if default is None:

@@ -82,6 +82,10 @@ def test_a_hub_name_has_no_known_shape():
     assert ModelShape.find("Qwen/Qwen2.5-0.5B") is None
 
 
+def test_of_numbers_for_each_layer_the_largest_counts():
+    assert ModelShape.from_config(LLAMA3_8B | {"intermediate_size": [8192, 14336]}) == ModelShape.from_config(LLAMA3_8B)
+
+
 def test_layers_of_other_kinds_are_not_counted_as_if_they_were_attention(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA3_8B | {"model_type": "jamba"}))
     assert ModelShape.find(str(tmp_path)) is None
