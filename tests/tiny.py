@@ -66,9 +66,12 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def save_tiny_model(folder: Path, family: str = "llama", seed: int = 0) -> None:
+def save_tiny_model(folder: Path, family: str = "llama", seed: int = 0, **changes: Any) -> None:
+    """`changes`: of its configuration."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(family))
+    config = tiny_config(family)
+    config.update(changes)
+    model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
 

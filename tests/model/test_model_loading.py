@@ -1,6 +1,7 @@
 """What a recipe may change about a model and its tokenizer, and what it gets for its mistakes."""
 
 import gc
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from corral.model.model_loading import (
     load_model,
     load_to_shard,
     load_tokenizer,
+    read_chat_template,
     resolve_dtype,
     serialize_convolutions,
 )
@@ -103,6 +105,22 @@ def test_auto_is_what_the_gpu_multiplies(
     assert resolve_dtype("auto", torch.device("cuda")) == dtype
 
 
+def test_auto_is_what_the_cpu_multiplies() -> None:
+    page = Path("/proc/cpuinfo").read_text()
+    flags = set(re.findall(r"\b(?:avx512_bf16|amx_bf16|bf16)\b", page))  # of x86, and of ARM
+    assert resolve_dtype("auto", torch.device("cpu")) == (torch.bfloat16 if flags else torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [("~nobody-of-that-name/x", "cannot be read: Could not determine home"), ("latin1.jinja", "cannot be read: .*utf-8")],
+)
+def test_a_template_that_cannot_be_read_is_one_line(given: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "latin1.jinja").write_bytes(b"caf\xe9")
+    with pytest.raises(UserError, match=f"model.chat_template: .*{message}"):
+        read_chat_template(given if given.startswith("~") else str(tmp_path / given))
+
+
 def test_a_model_to_shard_has_no_memory_but_the_dtype_and_layers_of_the_device_that_computes(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +128,8 @@ def test_a_model_to_shard_has_no_memory_but_the_dtype_and_layers_of_the_device_t
     loaded = load_to_shard(Model(path=str(tiny_model)), torch.device("cuda"))
     assert {(p.device.type, p.dtype) for p in loaded.parameters()} == {("meta", torch.bfloat16)}
     assert unfuse(loaded)
-    stored, plain = getattr(loaded, STORED_WEIGHTS), load_model(Model(path=str(tiny_model)), torch.device("cpu"))
+    stored = getattr(loaded, STORED_WEIGHTS)
+    plain = load_model(Model(path=str(tiny_model), dtype="float32"), torch.device("cpu"))
     for (name, parameter), expected in zip(loaded.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(stored[parameter].float(), expected.float(), msg=name)
 

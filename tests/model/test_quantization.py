@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import PeftModel
 from test_lora import CPU, TOKENS, logprobs_of, save
+from tiny import save_tiny_model
 from torch import nn
 from trajectories import small_batch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -45,6 +46,15 @@ def dequantized_base(folder: Path, ours: Any) -> Any:
     return base
 
 
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of 64 and 128 numbers. bitsandbytes' own layers are wrong with rows that are no whole blocks, on CPUs with
+    AVX-512."""
+    folder = tmp_path_factory.mktemp("wide")
+    save_tiny_model(folder, hidden_size=64, head_dim=16, intermediate_size=128)
+    return folder
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_codes_are_those_of_bitsandbytes(tiny_model: Path, bits: int) -> None:
     ours = quantized(tiny_model, bits)
@@ -58,7 +68,8 @@ def test_codes_are_those_of_bitsandbytes(tiny_model: Path, bits: int) -> None:
             theirs = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=False)
             theirs = theirs.to("cpu")
             assert torch.equal(layer.codes, theirs.data)
-            expected = bnb.functional.dequantize_4bit(theirs.data, theirs.quant_state)
+            values = theirs.quant_state.code[torch.stack([theirs.data >> 4, theirs.data & 15], dim=-1).int()]
+            expected = (values.view(-1, 64) * theirs.quant_state.absmax[:, None]).view(weight.shape)
         else:
             linear = bnb.nn.Linear8bitLt(weight.shape[1], weight.shape[0], bias=False, has_fp16_weights=False)
             linear.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
@@ -83,17 +94,17 @@ def peft_gradients(theirs: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("bits", "by"), [(4, "bitsandbytes"), (4, "plain"), (8, "plain")])
 @pytest.mark.parametrize("lora", [LORA, Lora(rank=4, targets=["q_proj", "down_proj"])], ids=str)
 def test_gradients_are_those_of_peft_on_the_same_base(
-    tiny_model: Path, tmp_path: Path, bits: int, by: str, lora: Lora
+    wide_model: Path, tmp_path: Path, bits: int, by: str, lora: Lora
 ) -> None:
     """`bitsandbytes`: PEFT's own QLoRA, on the model as transformers quantizes it. `plain`: PEFT on the weights that
     the codes stand for; its int8 would also round what layers get."""
-    ours = quantized(tiny_model, bits, lora)
+    ours = quantized(wide_model, bits, lora)
     save(ours, tmp_path)
-    base = dequantized_base(tiny_model, ours)
+    base = dequantized_base(wide_model, ours)
     if by == "bitsandbytes":
         config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
         base = AutoModelForCausalLM.from_pretrained(
-            tiny_model, dtype=torch.float32, quantization_config=config, device_map="cpu"
+            wide_model, dtype=torch.float32, quantization_config=config, device_map="cpu"
         ).eval()
         assert sum(isinstance(module, bnb.nn.Linear4bit) for module in base.modules()) == 14
     expected = peft_gradients(PeftModel.from_pretrained(base, tmp_path).eval())
@@ -104,7 +115,8 @@ def test_gradients_are_those_of_peft_on_the_same_base(
     assert len(trained) == len(expected) > 0
     for name, parameter in trained.items():
         assert parameter.grad is not None
-        torch.testing.assert_close(parameter.grad, expected[f"base_model.model.{name}"], rtol=1e-4, atol=1e-5, msg=name)
+        theirs = expected[f"base_model.model.{name}"]
+        torch.testing.assert_close(parameter.grad, theirs, rtol=1e-4, atol=1e-5 * max(1, theirs.abs().max()), msg=name)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
