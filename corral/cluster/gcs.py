@@ -165,7 +165,7 @@ class HeadFile:
 
     def check(self, path: Path, id: str | None = None) -> None:
         """Raises if the file must not be trusted. `id`: of the launcher's job, where that is known."""
-        age = f"written {duration(time.time() - self.time)} ago by {self.hostname}"
+        age = f"written {duration(abs(time.time() - self.time))} ago by {self.hostname}"
         if id is not None and self.id != id:
             raise NoAnswer(f"{path}: it is of another start ({self.id}, {age}), not of {id}")
         try:
@@ -192,7 +192,7 @@ def find_head(address: str | None = None) -> str:
     from corral.runtime.connection import find_cluster
 
     found = find_cluster(address)
-    if found is None:
+    if found in (None, "local"):  # `local` asks Ray to start one
         raise UserError(f"this node is not part of a cluster; {HOW_TO_START}")
     if not answers(found):
         source = " (RAY_ADDRESS)" if not address and found == os.environ.get("RAY_ADDRESS") else ""

@@ -26,7 +26,7 @@ from corral.data.images import for_template, load_images
 from corral.data.plugins import did_you_mean, error_line, is_spec, load_object
 from corral.data.rows import Row, json_value, number_in, row_from_mapping
 from corral.recipe.errors import UserError
-from corral.recipe.schema import Data, Part, Source, SourceRows
+from corral.recipe.schema import Data, Part, Recipe, Source, SourceRows
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +78,31 @@ def load_rows(
             num_read = len(own) + len(filtered) + len(bad)
             report(f"{name or one.path}: {len(filtered)} of {num_read} rows left out by `filters` ({counts})")
         rows += own
+    return rows
+
+
+def load_part(
+    recipe: Recipe,
+    part: Part,
+    source: Source,
+    warn: Callable[[str], None],
+    report: Callable[[str], None] = lambda line: None,
+) -> list[Row]:
+    """Loads the rows of a part's source. Where there are several environments, each row has to name one of them."""
+    rows = load_rows(
+        source,
+        recipe.data,
+        recipe.mixing_weights(part),
+        with_completion=recipe.trains_on_rows,
+        with_rejected=recipe.trains_on_pairs,
+        report=report,
+        warn=warn,
+    )
+    for row in rows:
+        tag = row.extra.get("environment")
+        if recipe.environments and (not isinstance(tag, str) or tag not in recipe.environments):
+            known = ", ".join(recipe.environments)
+            raise UserError(f"{row.where}: the column `environment` is {tag!r}; there are {known}")
     return rows
 
 

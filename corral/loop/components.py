@@ -15,9 +15,9 @@ from corral.algorithms.losses import KLController
 from corral.data.reference_cache import ReferenceCache
 from corral.data.rows import Row, number_in
 from corral.data.sampler import RewardHistory, SampledSource, Sampler
-from corral.data.sources import PreparedPrompt, describe_skipped
+from corral.data.sources import PreparedPrompt, describe_skipped, load_part
 from corral.data.supervised import prepare_prompts
-from corral.loop.preflight import report_trial, rows_by_tag, rows_of
+from corral.loop.preflight import report_trial, rows_by_tag
 from corral.loop.sample_errors import ErrorReport
 from corral.model.builtin_models import needs_conversion
 from corral.model.lora import AdapterFolder
@@ -148,8 +148,8 @@ async def open_rollout_components(
         )
     placement, _ = resolve_placement(recipe, resolve_algorithm(recipe))
     placement = placement.only(["rollout", "reward_model"])
-    logs = recipe.logging.folder / f"{recipe.name}-evaluation" / "logs"
-    async with open_runtime(recipe, placement, logs, console) as runtime:
+    recipe = recipe.model_copy(update={"name": f"{recipe.name}-evaluation"})  # logs of a run are its own
+    async with open_runtime(recipe, placement, recipe.logging.folder / recipe.name / "logs", console) as runtime:
         tokenizer = await prepare_rewards_and_tokenizer(runtime, recipe, console)
         validation = prompts_of(recipe, "validation", tokenizer, console)
         await try_environments(runtime, recipe, validation, console)
@@ -347,7 +347,7 @@ def prompts_of(
     data = recipe.data
     source = data.train if part == "train" else data.validation
     assert source is not None
-    rows = rows_of(recipe, part, source, console.warn, console.note)
+    rows = load_part(recipe, part, source, console.warn, console.note)
     prompts, counts = prepare_prompts(tokenizer, rows, data, with_answers=with_answers)
     if counts.problems:
         console.warn(f"data.{part}: {describe_skipped(counts.problems, counts.num_rows)}")

@@ -10,12 +10,12 @@ from pathlib import Path
 from corral.cluster.doctor.recipe_checks import checkpoint_bytes, num_kept
 from corral.data.plugins import is_broken_code
 from corral.data.rows import Row
-from corral.data.sources import load_rows
+from corral.data.sources import load_part
 from corral.observe.trackers import check_trackers
 from corral.recipe.errors import RecipeError, UserError
 from corral.recipe.memory import human_bytes
 from corral.recipe.plan import Plan
-from corral.recipe.schema import Part, Recipe, Source
+from corral.recipe.schema import Part, Recipe
 from corral.rewards.scorer_pool import ScorerPools
 from corral.runtime.worker import RewardWorker, environments_with_rewards
 
@@ -76,32 +76,7 @@ def check_command(key: str, name: str) -> None:
 def first_rows(recipe: Recipe, part: Part, warn: Callable[[str], None]) -> list[Row]:
     source = recipe.data.train if part == "train" else recipe.data.validation
     assert source is not None
-    return rows_of(recipe, part, source.first_rows(NUM_ROWS), warn)
-
-
-def rows_of(
-    recipe: Recipe,
-    part: Part,
-    source: Source,
-    warn: Callable[[str], None],
-    report: Callable[[str], None] = lambda line: None,
-) -> list[Row]:
-    """Loads the rows of a source. Where there are several environments, each row has to name one of them."""
-    rows = load_rows(
-        source,
-        recipe.data,
-        recipe.mixing_weights(part),
-        with_completion=recipe.trains_on_rows,
-        with_rejected=recipe.trains_on_pairs,
-        report=report,
-        warn=warn,
-    )
-    for row in rows:
-        tag = row.extra.get("environment")
-        if recipe.environments and tag not in recipe.environments:
-            known = ", ".join(recipe.environments)
-            raise UserError(f"{row.where}: the column `environment` is {tag!r}; there are {known}")
-    return rows
+    return load_part(recipe, part, source.first_rows(NUM_ROWS), warn)
 
 
 def rows_by_tag(recipe: Recipe, rows: Iterable[Row]) -> dict[str, Row]:

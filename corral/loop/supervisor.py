@@ -15,15 +15,11 @@ from corral.loop.components import RunComponents
 from corral.loop.trainer_recovery import TrainerRecovery
 from corral.recipe.errors import RunError
 from corral.runtime.group import WorkerLost
-from corral.runtime.transfer_channels import CHANNEL_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
 NUM_ATTEMPTS = 3
 """How often the process of a lost rollout worker is started."""
-LAST_TRANSFER_S = CHANNEL_TIMEOUT_S + 10.0
-"""Seconds to wait for weights that are on their way to a new rollout worker when the run ends: the transfer gives up
-before."""
 
 
 class Supervisor:
@@ -58,13 +54,14 @@ class Supervisor:
                 await self.failure
             # The last checkpoint needs all trainers. One that is still sending weights to a new rollout worker is let
             # finish: to cancel it would leave the trainers of one model in different places.
+            limit_s = self.parts.recipe.cluster.call_timeout_s
             try:
-                async with asyncio.timeout(LAST_TRANSFER_S), self.parts.trainer_lock:
+                async with asyncio.timeout(limit_s), self.parts.trainer_lock:
                     pass
             except TimeoutError:
                 raise RunError(
-                    f"{LAST_TRANSFER_S:.0f} s after the last step a trainer was still sending weights to a new rollout "
-                    "worker, so that the last checkpoint could not be written"
+                    f"{limit_s:.0f} s (`cluster.call_timeout_s`) after the last step a trainer was still sending "
+                    "weights to a new rollout worker, so that the last checkpoint could not be written"
                 ) from None
         finally:
             for other in (task, watching, *self.replacing.values(), *self.recovering):

@@ -109,8 +109,8 @@ class StepTraining:
         self.rollouts: list[RolloutResult] = []
         self.batches: list[Batch] = []
         self.metric_sums: dict[str, float] = {}
-        self.metric_maxima: dict[str, float] = {}
         """Metrics of the advantages, summed over trajectories."""
+        self.metric_maxima: dict[str, float] = {}
         self.stats = LossStats()
         self.result = new_result(parts)
         self.is_broken = False

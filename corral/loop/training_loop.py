@@ -17,7 +17,7 @@ import numpy as np
 
 from corral.data.batch import Batch
 from corral.data.sampler import SKIP_REASONS
-from corral.loop.components import RunComponents
+from corral.loop.components import RunComponents, several_names
 from corral.loop.rollout_step import (
     AsyncRollouts,
     PendingStep,
@@ -293,11 +293,11 @@ async def validate_if_due(run: RunState) -> None:
     show_samples(parts, result, run.console)
     run.trackers.log(run.step, {**metrics, "time/validate_s": time.perf_counter() - started})
     run.validations[run.step] = metrics
-    check_best(run)
     if run.recipe.logging.trajectories and result.trajectories:
         run.trajectories.write(StepTrajectories(run.step, result.trajectories, "validation"))
     errors = ErrorCounts.of(result.trajectories)
     errors.check(f"validation {when}", run.recipe.tagged_environments, is_first=run.step == 0)
+    check_best(run)
 
 
 def validation_due(run: RunState) -> str | None:
@@ -331,19 +331,23 @@ def is_best(run: RunState) -> bool:
         return False
     # A number that is not finite is null in the metrics that a resumed run has read.
     earlier = (values.get(metric) for step, values in run.validations.items() if 0 < step < run.step)
+    others = [score_of(metric, value) for value in earlier if value is not None and math.isfinite(value)]
     score = score_of(metric, own[metric])
-    return math.isfinite(score) and all(value is None or score > score_of(metric, value) for value in earlier)
+    return math.isfinite(score) and all(score > other for other in others)
 
 
 def check_best(run: RunState) -> None:
-    """Raises where `checkpoint.best` names no metric of the validation, at the first one; one that is missing later, as
-    of a source all of whose samples failed, is a warning."""
+    """Raises where `checkpoint.best` names no metric of the validation, at the first one; one that is missing later, or
+    of a source none of whose samples has a reward, is a warning."""
     metric, own = run.recipe.checkpoint.best, run.validations[run.step]
     if metric is None or metric in own:
         return
     found = ", ".join(sorted(name for name in own if name.startswith("validation/")))
     problem = f"checkpoint.best: the validation has no metric {metric}; it has {found}"
-    if not any(metric in values for values in run.validations.values()):
+    sources = [f"validation/{name}/" for name in several_names(prompt.row for prompt in run.parts.validation)]
+    without = [name for name in sources if not any(key.startswith(name) for key in own)]
+    was_there = any(metric in values for values in run.validations.values())
+    if not was_there and not metric.startswith(tuple(without)):
         raise RunStopped(problem)
     run.console.warn(problem)
 
@@ -468,9 +472,10 @@ class Interrupt:
     def request(self) -> None:
         """Asks the run to stop; may be called from any thread."""
         self.requested = True
-        if self._waiting is None:
+        waiting = self._waiting
+        if waiting is None:
             with suppress(RuntimeError):  # a signal may come in the middle of a write, and a second is not allowed then
                 self.notify("stopping as soon as this step is done; Ctrl-C again stops at once")
         else:
-            loop, stop = self._waiting
+            loop, stop = waiting
             loop.call_soon_threadsafe(stop.set)

@@ -38,7 +38,7 @@ class QuantizedLinear(nn.Linear):
         if self.bits == 8:
             eight: Tensor = bnb.int8_vectorwise_dequant(self.codes, self.scales)
             return eight.to(self.compute_dtype)
-        # Blocks go on from row to row. For a matrix, bitsandbytes 0.50 lets them begin with each row on CPUs with AVX-512.
+        # Blocks go on from row to row. Given a matrix, bitsandbytes 0.50 begins one with each row on CPUs with AVX-512.
         shape = torch.Size((self.out_features * self.in_features,))
         state = bnb.QuantState(self.scales, shape, blocksize=BLOCK, quant_type="nf4", dtype=self.compute_dtype)
         four: Tensor = bnb.dequantize_4bit(self.codes, state)

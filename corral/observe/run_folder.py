@@ -68,7 +68,7 @@ class RunFolder:
         `never`."""
         if problem := problem_of_run_name(name):
             raise UserError(problem)
-        if resume == "auto" or (resume != "never" and _is_inside(Path(resume), runs / name)):
+        if resume == "auto" or (resume != "never" and _is_inside(Path(resume).expanduser(), runs / name)):
             return cls(runs / name)
         return cls._open_new(runs, name)
 

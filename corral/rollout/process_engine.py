@@ -91,7 +91,7 @@ class ProcessEngine:
         self.reader: threading.Thread | None = None
         self.lost: str | None = None
         """Why there is no process any more."""
-        self.python, self.environment = python or sys.executable, environment
+        self.python, self.environment = os.path.expanduser(python or sys.executable), environment
         self.folder = Path(tempfile.mkdtemp(prefix="corral-engine-"))
         self.log = log or self.folder / "engine.log"
         # Its environment may not have Corral, and must not get our other packages: a folder with Corral alone is added.

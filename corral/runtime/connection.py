@@ -77,7 +77,7 @@ def find_cluster(address: str | None) -> str | None:
     is what Ray's own `auto` would take. Its token is used from here on."""
     named = address or os.environ.get("RAY_ADDRESS") or None
     # For Ray's own tools that variable may also be `auto`, or the URL of a dashboard, to which jobs are sent.
-    if named == "auto" or (not address and named is not None and "://" in named):
+    if named == "auto" or (not address and named is not None and named.startswith(("http://", "https://"))):
         named = None
     member = find_membership(named)
     use_token_of(member)

@@ -137,9 +137,12 @@ class RunningService:
     def _end_earlier(self) -> None:
         """Ends what is left of a program that was started by a process which died: SIGTERM, which it got then, may not
         be enough, and reaches none of its children."""
-        if self.record is None or not self.record.exists():
+        if self.record is None:
             return
-        pid, started = map(int, self.record.read_text().split())
+        try:
+            pid, started = map(int, self.record.read_text().split())
+        except (OSError, ValueError):  # there is none, or the disk was full
+            return
         stat = read_stat(pid)
         if stat is None or stat.started == started:
             signal_group(pid)

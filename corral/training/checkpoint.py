@@ -8,6 +8,7 @@ files are in Hugging Face layout: `AutoModelForCausalLM.from_pretrained(folder)`
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -146,7 +147,7 @@ def prune(checkpoints: Path, keep: int | None, best: str | None = None, weights:
     of deleted ones are kept."""
     valid = [folder for _, folder in list_checkpoints(checkpoints) if problem_with(folder, hashes=False) is None]
     found = [(read_state(folder).get("validation", {}).get(best), folder) for folder in valid if best is not None]
-    values = {folder: value for value, folder in found if value is not None}
+    values = {folder: value for value, folder in found if value is not None and math.isfinite(value)}
     ranked = sorted(values, key=lambda folder: score_of(str(best), values[folder]))
     kept = {*valid[-(keep or len(valid)) :], *ranked[-1:]}
     for folder in [folder for folder in valid if folder not in kept]:

@@ -46,13 +46,17 @@ def write(folder: Path, *names: str, content: str = "x = 1\n") -> None:
 
 # --- the recipe
 
+OTHER_PYTHON = "rollout.engine={name: vllm, python: envs/vllm/bin/python}"
+
 
 def test_paths_are_those_of_the_folder_it_was_submitted_from(folder: Path, load: Load) -> None:
     (folder / "models" / "mine").mkdir(parents=True)
     files = ("data.train.path=[a.jsonl, 'b/*.parquet']", "~data.train.size", "~data.train.options")
     recipe = with_absolute_paths(
-        load(*files, "logging.runs=runs", "checkpoint.resume=old/step_1", "reference.path=../other"), folder
+        load(*files, "logging.runs=runs", "checkpoint.resume=old/step_1", "reference.path=../other", OTHER_PYTHON),
+        folder,
     )
+    assert recipe.rollout.engine.python == f"{folder}/envs/vllm/bin/python"
     assert recipe.model.path == f"{folder}/models/mine"
     assert recipe.data.train.path == [f"{folder}/a.jsonl", f"{folder}/b/*.parquet"]
     assert recipe.logging.runs == f"{folder}/runs"

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,10 +89,12 @@ def test_it_is_an_error_before_the_model_is_loaded_and_in_a_plan_that_checks(
         check_here(checked_plan(recipe), lambda warning: None)
 
 
-def test_a_row_of_an_unknown_environment_is_an_error(tmp_path: Path, tiny_model: Path) -> None:
+@pytest.mark.parametrize("tag", [None, "zzz", ["sums"]])
+def test_a_row_of_an_unknown_environment_is_an_error(tmp_path: Path, tiny_model: Path, tag: object) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1", "answer": "2", "environment": tag}) + "\n")
     overrides = recipe_in(tmp_path, tiny_model, "~environment", "environments={sums: {reward: {name: math}}}")
-    recipe = load_recipe(tmp_path / "recipe.yaml", overrides)
-    with pytest.raises(UserError, match="the column `environment` is None; there are sums"):
+    recipe = load_recipe(tmp_path / "recipe.yaml", [*overrides, f"data.train={{path: {tmp_path}/rows.jsonl}}"])
+    with pytest.raises(UserError, match=f"the column `environment` is {re.escape(repr(tag))}; there are sums"):
         check_here(checked_plan(recipe), lambda warning: None)
 
 

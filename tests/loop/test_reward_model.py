@@ -94,6 +94,7 @@ def test_its_score_is_one_of_several_rewards_with_weight_and_name(
             marks=(pytest.mark.slow, pytest.mark.xdist_group("ray")),
             id="on Ray",
         ),
+        pytest.param(("rollout.engine.own_process=true",), marks=pytest.mark.slow, id="own process"),
     ],
 )
 def test_an_evaluation_has_the_same_score_as_the_validation_of_a_run(
@@ -106,9 +107,12 @@ def test_an_evaluation_has_the_same_score_as_the_validation_of_a_run(
         async with open_rollout_components(recipe, console) as parts:
             return (await validate(parts, console)).metrics
 
+    of_run = tmp_path / "runs" / "tiny" / "logs"
+    of_run.mkdir(parents=True)
     found = asyncio.run(evaluate())
     logs = [file.parent.relative_to(tmp_path) for file in tmp_path.rglob("worker-*.log")]
-    assert logs == [Path("runs/tiny-evaluation/logs")] * (2 if cluster else 0)
+    assert logs == [Path("runs/tiny-evaluation/logs")] * (2 if len(cluster) == 2 else 0)
+    assert not list(of_run.iterdir())
     before = rows_of(train_here(tmp_path, tiny_model, *scored_by(vowels), *VALIDATION, "schedule.steps=1"))[0]
     assert found["validation/mean@1"] == before["validation/mean@1"] > 0
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from runs import VALIDATION, rows_of, train_here
+from test_validation import SEVERAL
 from transformers import AutoModelForCausalLM
 
 from corral.loop import training_loop
@@ -56,15 +57,16 @@ def test_the_best_checkpoint_by_validation_is_saved_and_kept(
     assert checkpoints(tmp_path) == ["step_000002", "step_000004"]
 
 
+@pytest.mark.parametrize("steps", [(2, 4), (4,)])
 @pytest.mark.slow
 def test_a_score_that_was_not_finite_is_not_the_best_and_hinders_no_other(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, steps: Sequence[int]
 ) -> None:
-    """The run resumes in the middle, and then reads its metrics, in which such a score is null."""
+    """A run that resumes in the middle reads its metrics, in which such a score is null."""
     give_validations(monkeypatch, [{"validation/mean@1": value} for value in (0.9, math.nan, 0.2, 0.8, 0.1)])
     settings = (*VALIDATION, "validation.every=1", "checkpoint.best=validation/mean@1", "checkpoint.keep=1")
-    train_here(tmp_path, tiny_model, "schedule.steps=2", "optimizer.schedule=constant", *settings)
-    train_here(tmp_path, tiny_model, "schedule.steps=4", "optimizer.schedule=constant", *settings)
+    for number in steps:
+        train_here(tmp_path, tiny_model, f"schedule.steps={number}", "optimizer.schedule=constant", *settings)
     assert checkpoints(tmp_path) == ["step_000003", "step_000004"]
 
 
@@ -75,6 +77,24 @@ def test_a_metric_that_the_validation_does_not_have_ends_the_run_with_those_it_h
     with pytest.raises(RunError, match=r"no metric accuracy; it has validation/.*mean@1"):
         train_here(tmp_path, tiny_model, *VALIDATION, "checkpoint.best=accuracy")
     assert [row["step"] for row in rows_of(tmp_path / "runs" / "tiny")] == [0]
+
+
+@pytest.mark.slow
+def test_why_samples_failed_is_said_before_the_metric_that_is_missing_with_them(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    """A sample that failed is an error; one to which the reward does not apply leaves its source without metrics."""
+    (tmp_path / "judge.py").write_text(
+        "def fails(response, prompt): return 1 / 0 if '*' in str(prompt) else 0.5\n"
+        "def passes(response, prompt): return None if '*' in str(prompt) else 0.5\n"
+    )
+    best, limit = "checkpoint.best=validation/products/mean@1", "environment.max_error_rate=0.2"
+    settings = (*SEVERAL, best, limit, "logging.trajectories=true")
+    with pytest.raises(RunError, match=r"2 of 6 samples failed.*ZeroDivisionError"):
+        train_here(tmp_path, tiny_model, *settings, f"environment.reward.name={tmp_path}/judge.py:fails")
+    assert len(list(tmp_path.rglob("*.validation.parquet"))) == 1
+    train_here(tmp_path, tiny_model, *settings, f"environment.reward.name={tmp_path}/judge.py:passes", "name=other")
+    assert (tmp_path / "runs" / "other" / "checkpoints" / "step_000002").is_dir()
 
 
 @pytest.mark.slow
@@ -124,6 +144,8 @@ def test_a_run_folder_in_the_home_directory_is_made_there(
     run = train_here(tmp_path, tiny_model, "logging.runs=~/runs", "schedule.steps=1")
     assert run.parent == tmp_path / "home" / "runs"
     assert (run / "checkpoints" / "step_000001").is_dir()
+    its_own = "checkpoint.resume=~/runs/tiny/checkpoints/step_000001"
+    assert train_here(tmp_path, tiny_model, "logging.runs=~/runs", its_own, "schedule.steps=1") == run
 
 
 def test_checkpoints_that_are_no_longer_kept_leave_their_models(tmp_path: Path, tiny_model: Path) -> None:

@@ -138,7 +138,12 @@ def test_runs_that_start_together_do_not_remove_each_others_folders(
 
 @pytest.mark.parametrize(
     ("variable", "expected"),
-    [("http://localhost:8265", "10.0.0.1:6379"), ("auto", "10.0.0.1:6379"), ("10.0.0.2:6379", "10.0.0.2:6379")],
+    [
+        ("http://localhost:8265", "10.0.0.1:6379"),
+        ("auto", "10.0.0.1:6379"),
+        ("10.0.0.2:6379", "10.0.0.2:6379"),
+        ("ray://10.0.0.2:10001", "ray://10.0.0.2:10001"),
+    ],
 )
 def test_a_dashboard_in_ray_address_names_no_cluster(
     variable: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

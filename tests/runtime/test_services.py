@@ -174,6 +174,14 @@ services.close()
     second.communicate("end\n", timeout=30)
 
 
+def test_a_record_that_a_full_disk_left_empty_is_none(port: int, tmp_path: Path) -> None:
+    (tmp_path / "service-echo.pid").touch()
+    service = Service(command=[sys.executable, "-c", SERVER, str(port)], port=port, start_timeout_s=20.0)
+    services = Services({"echo": service}, tmp_path, records=tmp_path)
+    assert services.wait() == []
+    services.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "timeout_s", "expected"),

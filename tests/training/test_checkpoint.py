@@ -1,6 +1,7 @@
 """A checkpoint is whole or not there, whatever happens while it is written."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -132,6 +133,15 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     make(tmp_path, 1, 2, 3, 4)
     prune(tmp_path, keep=2)
     assert [step for step, _ in list_checkpoints(tmp_path)] == [3, 4]
+
+
+@pytest.mark.parametrize(("metric", "kept"), [("validation/loss", [1, 4]), ("validation/mean@1", [3, 4])])
+def test_the_best_is_kept_whatever_is_not_a_number(tmp_path: Path, metric: str, kept: list[int]) -> None:
+    for step, value in enumerate([1.0, 2.0, 3.0, math.nan], start=1):
+        with writing_checkpoint(step_folder(tmp_path, step), {"step": step, "validation": {metric: value}}) as work:
+            write(work)
+    prune(tmp_path, keep=1, best=metric)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == kept
 
 
 def test_all_are_kept_if_asked_for(tmp_path: Path) -> None:

@@ -341,16 +341,15 @@ class Survey:
 
     def check_rows(self, plan: Plan) -> None:
         """Checks what is done with the first rows of the data."""
-        from corral.data.sources import load_rows
+        from corral.data.sources import load_part
 
-        data, rollout = plan.recipe.data, plan.recipe.rollout
+        recipe, rollout = plan.recipe, plan.recipe.rollout
         try:
-            rows = load_rows(
-                data.train.first_rows(NUM_PROMPTS),
-                data,
-                plan.recipe.mixing_weights("train"),
-                with_completion=plan.recipe.trains_on_rows,
-                with_rejected=plan.recipe.trains_on_pairs,
+            rows = load_part(
+                recipe,
+                "train",
+                recipe.data.train.first_rows(NUM_PROMPTS),
+                warn=lambda text: self.add([Finding("warning", "data", text)]),
             )
         except UserError as error:
             self.add([Finding("error", "data", str(error))])

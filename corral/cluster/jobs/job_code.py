@@ -176,6 +176,8 @@ def absolute_paths(recipe: Recipe, folder: Path) -> dict[KeyPath, Any]:
         paths = {"retriever": service.retriever, "corpus": service.corpus}
         key = ("cluster", "services", name)
         changes |= {(*key, part): absolute_path(path, folder) for part, path in paths.items() if path is not None}
+    if (python := recipe.rollout.engine.python) is not None and "/" in python:
+        changes["rollout", "engine", "python"] = absolute_path(python, folder)
     if (prometheus := recipe.logging.prometheus) is not None and prometheus.token_file is not None:
         changes["logging", "prometheus", "token_file"] = absolute_path(prometheus.token_file, folder)
     if recipe.checkpoint.resume not in ("auto", "never"):
