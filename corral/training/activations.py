@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
+from corral.model.experts import holds_experts
 from corral.recipe.errors import UserError
 from corral.recipe.schema import GradientCheckpointing
 
@@ -60,6 +61,10 @@ class LayerActivations:
         """Whether the pass has more tokens than the budget. Ranks that compute experts together decide it together:
         what is computed again exchanges tokens again."""
         self.layers: list[Any] = layers_of(causal)
+        # transformers adds experts' biases to their product in place (gpt-oss), which a result that is kept does not
+        # survive.
+        is_changed = any(holds_experts(module) and getattr(module, "has_bias", False) for module in causal.modules())
+        self.kept_operators = KEPT_OPERATORS - ({aten._grouped_mm.default} if is_changed else set())
         self.last_offloaded: OffloadedTensor | None = None
 
     def begin(self) -> None:
@@ -89,11 +94,14 @@ class LayerActivations:
             return forward(*args, **kwargs)
         contexts = noop_context_fn
         if self.checkpointing == "selective" and not self.is_long:
-            contexts = partial(create_selective_checkpoint_contexts, keep_products)
+            contexts = partial(create_selective_checkpoint_contexts, self.keep_products)
         if self.offload and args:
             self.last_offloaded = OffloadedTensor(args[0], self.last_offloaded)
             forward, args = partial(run_with, forward, self.last_offloaded), args[1:]
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    def keep_products(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in self.kept_operators else CheckpointPolicy.PREFER_RECOMPUTE
 
     def _run_in_chunks(self, forward: LayerForward, hidden: Tensor) -> Tensor:
         if not self.is_long or self.max_tokens is None or hidden.shape[-2] <= self.max_tokens:
@@ -141,10 +149,6 @@ def replaced_forward(module: nn.Module, forward: LayerForward) -> Iterator[None]
             del module.forward
         else:
             module.forward = own
-
-
-def keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def run_with(forward: LayerForward, hidden: "OffloadedTensor", *args: Any, **kwargs: Any) -> Any:

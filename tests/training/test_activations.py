@@ -2,6 +2,7 @@
 host's memory, and trajectories that are longer than a micro-batch."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from sharded_cases import Outcome, alone, backward, build_model, deviation, mesh_of, outcome, policy_of
 from team import Team
+from tiny_families import config_of, tiny_family_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from trajectories import make_trajectory, small_batch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -75,6 +77,15 @@ def test_gradients_and_updates_are_those_of_plain_training(
 def test_with_an_attention_of_torch_too() -> None:
     """All at once; one by one in the slow tests, for each takes seconds."""
     test_gradients_and_updates_are_those_of_plain_training("llama/sdpa", True, ("activations",), FEW)
+
+
+@pytest.mark.slow
+def test_experts_with_biases_too() -> None:
+    kinds: tuple[GradientCheckpointing, ...] = (False, "selective")
+    register()
+    model = tiny_family_model(config_of("gpt_oss-window8"), attention="corral")
+    expected, found = (outcome(policy_of(deepcopy(model), None, kind)) for kind in kinds)
+    assert deviation(found.gradients, expected.gradients) == 0
 
 
 @CASES
