@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run without a GPU; read when transformers imports triton
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--begin-within", type=float, metavar="SECONDS", help="skip tests that have not begun until then")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """The processes of xdist are forked: each would import for ten seconds what all need."""
     if getattr(config.option, "tx", None) and not hasattr(config, "workerinput"):
@@ -47,6 +52,7 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
 
 
+STARTED = time.monotonic()
 FIRST = {"ray", "debugger", "node_loss", "cluster", "slurm", "ssh", "podman", "stacks", "four_nodes"}
 LAST = {"up", "doctor", "foreign", "trouble", "jobs"}
 CLUSTERS = {**dict.fromkeys(FIRST, "first clusters"), **dict.fromkeys(LAST, "last clusters")}
@@ -73,6 +79,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneProcessFo
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit_s = item.config.getoption("--begin-within")
+    if limit_s is not None and time.monotonic() - STARTED > limit_s:
+        pytest.skip(f"no time was left: --begin-within {limit_s:.0f}")
     group = item.get_closest_marker("xdist_group")
     if group is not None and group.args[0] in CLUSTERS:
         start_server()  # which forks workers of Ray
