@@ -26,6 +26,7 @@ from corral.recipe.keys import KeyPath, dotted, expand, in_free_form
 from corral.recipe.load import recipe_from
 from corral.recipe.placement import runs_on_ray
 from corral.recipe.plan import Plan
+from corral.recipe.references import escape_references
 from corral.recipe.schema import Recipe
 from corral.rewards.reward_function import takes_responses
 
@@ -126,7 +127,8 @@ def reward(function: Callable[..., Any]) -> Callable[..., Any]:
     gets all samples of a prompt, and returns a list. It may be `async`.
     """
     if not takes_responses(function):
-        raise UserError(f"the reward function `{function.__name__}` must have a parameter `response` or `responses`")
+        name = getattr(function, "__name__", function)
+        raise UserError(f"the reward function `{name}` must have a parameter `response` or `responses`")
     return function
 
 
@@ -204,9 +206,12 @@ def _load(recipe: RecipeSource, overrides: Mapping[str, Any], objects: Mapping[s
 def _document(recipe: RecipeSource) -> Document:
     if isinstance(recipe, str | Path):
         return read_document(Path(recipe))
-    values = recipe.model_dump(mode="json", exclude_unset=True) if isinstance(recipe, Recipe) else recipe
+    if isinstance(recipe, Recipe):
+        recipe = escape_references(recipe.model_dump(mode="json", exclude_unset=True))
+    elif not isinstance(recipe, Mapping):
+        raise UserError(f"a recipe is a path, nested mappings or a loaded recipe, not a {type(recipe).__name__}")
     try:
-        node = compose(json.dumps(values, default=str, indent=1), "recipe")
+        node = compose(json.dumps(recipe, default=str, indent=1), "recipe")
     except TypeError as error:
         raise RecipeError(f"recipe: {error}") from error
     document = Document("recipe")

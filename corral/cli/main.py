@@ -115,10 +115,10 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Score a model on the recipe's held-out questions, in the same environment."""
-    from corral.loop.train import evaluate as run_evaluation
+    loaded, _ = planned(recipe, overrides)
+    from corral.loop.train import evaluate as run_evaluation  # with torch: a mistake does not wait for it
     from corral.observe.console import Console
 
-    loaded, _ = planned(recipe, overrides)
     console = Console(sys.stderr if as_json else None)
     metrics = run_evaluation(loaded, model, console)
     if as_json:

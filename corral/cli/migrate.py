@@ -74,8 +74,10 @@ def migrate(
     """
     if plan and train:
         raise UserError("--plan prints the plan and --train trains: give one of them")
-    if every_key and (plan or train):
-        raise UserError("--all belongs to the report, which --plan and --train do not print")
+    if (every_key or strict) and (plan or train):
+        raise UserError("--all and --strict belong to the report, which --plan and --train do not print")
+    if as_json and train:
+        raise UserError("--json belongs to the report and to --plan: --train has no output for programs")
     if (allow_unsupported or shrink is not None) and not (plan or train):
         raise UserError("--allow-unsupported and --shrink belong to --plan and --train")
     if (debug or post_mortem or insecure or resume_anyway) and not train:
@@ -92,6 +94,10 @@ def migrate(
             print_migration(migration, strict, every_key, as_json)
             return
         recipe = accepted(migration, allow_unsupported)
+    elif system is not None or define or strict or every_key:
+        raise UserError(
+            f"{words[0]} is a recipe of Corral's already: --system, --define, --strict and --all are for other systems"
+        )
     elif not (plan or train):
         print_own(recipe, words, as_json)
         return

@@ -88,9 +88,7 @@ ResumeAnyway = Annotated[
 
 def planned(recipe: Path, overrides: Sequence[str] | None) -> "tuple[Recipe, Plan]":
     """Raises everything that is wrong with the recipe, before anything is loaded."""
-    from corral.recipe.load import load_recipe
-
-    return with_plan(load_recipe(recipe, overrides or []))
+    return with_plan(load_own_recipe(recipe, overrides or []))
 
 
 def with_plan(recipe: "Recipe") -> "tuple[Recipe, Plan]":

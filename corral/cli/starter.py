@@ -106,6 +106,7 @@ def init(
 ) -> None:
     """Write a recipe to begin with. Asks for what is not given; without a terminal takes a small task for a laptop."""
     from corral.cli.planning import with_plan
+    from corral.data.sources import is_generated
     from corral.recipe.document import parse_document
     from corral.recipe.load import recipe_from
     from corral.recipe.parts import PRESETS, Preset
@@ -121,12 +122,15 @@ def init(
     # An unknown algorithm is refused with the whole recipe below.
     preset = PRESETS.get(chosen["algorithm"], Preset())
     tasks = PAIR_TASKS if preset.trains_on_pairs else TASKS
-    if chosen["data"] in TASKS and chosen["data"] not in tasks:
+    source, options = chosen["data"], ""
+    if preset.trains_on_pairs and source.partition(":")[0] == "arithmetic":
+        options = ", options: {pairs: true}"
+    elif preset.trains_on_pairs and (source in TASKS or is_generated(source)):
         raise UserError(
-            f"{chosen['data']} has no pairs of answers, which {chosen['algorithm']} trains on; take --data arithmetic "
+            f"{source} has no pairs of answers, which {chosen['algorithm']} trains on; take --data arithmetic "
             "or a file whose rows have `chosen` and `rejected`"
         )
-    task = tasks.get(chosen["data"]) or StarterTask(f"{{path: {written(chosen['data'])}}}")
+    task = tasks.get(source) or StarterTask(f"{{path: {written(source)}{options}}}")
     text = starter_recipe(file, task, chosen, reward or task.reward, preset.trains_on_rows)
     with_plan(recipe_from(parse_document(text, str(file))))
     file.parent.mkdir(parents=True, exist_ok=True)

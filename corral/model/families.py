@@ -118,6 +118,8 @@ def find_path(model: Model) -> ModelPath | None:
             written = json.loads((Path(model.path).expanduser() / "config.json").read_text())
         except (OSError, ValueError):
             return None  # a hub name, or what loading will complain of
+        if not isinstance(written, dict):
+            return None
     return choose_path(_WrittenConfig({**written, **model.config_overrides}), model.path, model.implementation)
 
 

@@ -269,7 +269,7 @@ class _Estimate:
         whole = shape.num_parameters * self.reward_model_bytes
         if shard == 1:
             return whole
-        gathered = shape.vocab_size * shape.hidden_size + 2 * layer_size(shape)
+        gathered = shape.embedding_parameters + 2 * layer_size(shape)
         return whole // shard + gathered * self.reward_model_bytes
 
     @property
@@ -284,19 +284,19 @@ class _Estimate:
 
     def optimizer_states(self, role: str, roles: tuple[str, ...]) -> dict[Phase, int]:
         """Offloaded ones are on a GPU only while they are updated: parts that fit a few slots, or of shards a parameter
-        at a time, of which the embedding is the largest. The memory of activations is free by then."""
+        at a time, of which an embedding is the largest. The memory of activations is free by then."""
         total = self.optimizer(role)
         if "optimizer" not in self.recipe.train.offload:
             return self.always(total)
         if not self.on_gpu:
             return {"train": total}
-        largest = self.shape.vocab_size * self.shape.hidden_size
+        largest = max(self.shape.vocab_size * self.shape.hidden_size, self.shape.layer_embeddings)
         if self.shape.num_experts:  # of a layer together, gates and ups
             of_layer = 2 * self.shape.num_experts * self.shape.intermediate_size * self.shape.hidden_size
             largest = max(largest, of_layer // self.meshes[role].expert)
         if self.meshes[role].is_whole:
             largest = OPTIMIZER_SLOTS * min(OPTIMIZER_SLOT_SIZE, largest)
-        part = int(total * min(1.0, largest / self.num_trained))
+        part = int(total * min(1.0, largest / max(1, self.num_trained)))
         return {"train": max(0, part - self.activations(roles)["train"] - self.logits_chunk(roles).get("train", 0))}
 
     def gradients(self, role: str) -> int:
@@ -363,14 +363,13 @@ class _Estimate:
         return self.on_gpu and self.shape.has_fused_layers and is_fast and self.mesh_of(roles).tensor == 1
 
     def gathered_layers(self, roles: tuple[str, ...]) -> dict[Phase, int]:
-        """What ranks with shards put together for a moment: embedding and head for a whole pass, the layer that
+        """What ranks with shards put together for a moment: embeddings and head for a whole pass, the layer that
         computes and the next one; in training also a layer's gradient, in the weights' type and, to sum it, float32."""
         mesh = self.mesh_of(roles)
         if mesh.is_whole:
             return {}
         shape, trains = self.shape, self.recipe.model.lora is None
-        ends = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
-        of_experts = shape.num_expert_parameters
+        ends, of_experts = shape.embedding_parameters, shape.num_expert_parameters
         layers = shape.num_parameters - shape.vision_parameters - ends - of_experts + of_experts // mesh.expert
         layer = layers // shape.num_layers
         if mesh.pipeline > 1:  # no stage has both ends
@@ -471,8 +470,7 @@ def stage_layers(shape: ModelShape, num_stages: int) -> list[range]:
 
 def layer_size(shape: ModelShape) -> int:
     """Parameters of a layer, in the mean."""
-    ends = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
-    return (shape.num_parameters - shape.vision_parameters - ends) // shape.num_layers
+    return (shape.num_parameters - shape.vision_parameters - shape.embedding_parameters) // shape.num_layers
 
 
 def largest_stage(shape: ModelShape, num_stages: int) -> Fraction:

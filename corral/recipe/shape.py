@@ -15,11 +15,22 @@ PLAIN_MLP = {
 """Model types whose feed-forward layer has two matrices; all others have three (gate, up, down)."""
 QKV_BIAS = {"qwen2", "qwen2_moe", "gpt2", "gpt_neox", "opt", "phi"}
 """Model types with a bias on queries, keys and values that their configuration does not mention."""
-OTHER_LAYERS = {
-    "bamba", "doge", "git", "got_ocr2", "hrm_text", "jamba", "jetmoe", "lfm2", "lfm2_moe", "moshi",
-    "moss_transcribe_diarize", "olmo_hybrid", "phi4_multimodal", "recurrent_gemma", "zamba", "zamba2",
+TIED_EMBEDDINGS = {
+    "biogpt", "bloom", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "ctrl", "ernie4_5", "ernie4_5_moe",
+    "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified",
+    "gemma4_unified_text", "gpt2", "gpt_bigcode", "gpt_neox_japanese", "granite_swa", "minicpm3", "opt", "smollm3",
+    "starcoder2", "vaultgemma", "youtu", "zaya",
 }  # fmt: skip
-"""Model types with layers, or parts for images and sound, whose parameters are not counted here."""
+"""Model types whose head is the embedding unless their configuration says otherwise; files leave such defaults out."""
+OTHER_LAYERS = {
+    "bailing_hybrid", "bamba", "doge", "falcon_h1", "git", "got_ocr2", "hrm_text", "jamba", "jetmoe", "kimi_linear",
+    "lfm2", "lfm2_moe", "minimax", "moshi", "moss_transcribe_diarize", "nemotron_h", "olmo_hybrid", "phi4_multimodal",
+    "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text",
+    "recurrent_gemma", "zamba", "zamba2",
+}  # fmt: skip
+"""Model types with layers, or parts for images and sound, whose parameters or caches are not counted here."""
+OTHER_LAYER_TYPES = {"linear_attention", "mamba"}
+"""Entries of `layer_types` of which the same holds; not every file of a model type above has that key."""
 
 
 class UnknownShape(UserError):
@@ -71,7 +82,7 @@ class ModelShape:
     def read(cls, path: str) -> "ModelShape":
         """Of a folder, a built-in model, or a hub name whose configuration is in the hub's cache here. UnknownShape for
         other hub names, since nothing is downloaded for a plan; and for a model without attention heads, or with other
-        layers beside them (Mamba, RWKV, Jamba), whose memory is not estimated."""
+        layers beside them (Mamba, RWKV, Jamba, Qwen3-Next), whose memory is not estimated."""
         if path.lower() == "smollm2-135m-instruct":
             return SMOLLM2_135M
         if path.lower() == "blank-1m":
@@ -107,11 +118,17 @@ class ModelShape:
         kind = str(keys.config.get("model_type", ""))
         if other := OTHER_LAYERS & {kind, config.get("model_type")}:
             raise UnknownShape(f"{source}: the layers of `{other.pop()}` are of kinds that are not counted")
+        if types := OTHER_LAYER_TYPES.intersection(keys.config.get("layer_types") or ()):
+            raise UnknownShape(f"{source}: layers of the type `{types.pop()}` are not counted")
         dense = keys.number("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
         layers = keys.number("num_hidden_layers", "n_layer")
         experts = keys.number("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", default=0)
         expert_size = keys.number("moe_intermediate_size", default=dense)
         shared = keys.number("n_shared_experts", "moe_num_shared_experts", default=0) * expert_size
+        if size := keys.number("intermediate_size_mlp", default=0):  # Llama 4
+            dense, shared = size, expert_size
+        if keys.config.get("enable_moe_block"):  # Gemma 4 has experts beside its dense feed-forward layer
+            shared = dense
         kv_heads = keys.number("num_key_value_heads", "num_kv_heads", default=heads)
         if keys.config.get("multi_query") and not keys.config.get("new_decoder_architecture"):
             kv_heads = 1
@@ -131,10 +148,10 @@ class ModelShape:
             intermediate_size=expert_size if experts else dense,
             vocab_size=keys.number("vocab_size"),
             tie_word_embeddings=bool(
-                config.get("tie_word_embeddings", keys.config.get("tie_word_embeddings", kind == "gpt2"))
+                config.get("tie_word_embeddings", keys.config.get("tie_word_embeddings", kind in TIED_EMBEDDINGS))
             ),
             num_experts=experts,
-            experts_per_token=keys.number("num_experts_per_tok", "moe_topk", "moe_k", default=0),
+            experts_per_token=keys.number("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", default=0),
             shared_expert_size=keys.number("shared_expert_intermediate_size", default=shared),
             num_dense_layers=min(layers, _num_dense_layers(keys, layers)) if experts else 0,
             dense_intermediate_size=dense,
@@ -169,19 +186,24 @@ class ModelShape:
         return (self.latent_parameters or self.hidden_size * self.attention_size) + self.hidden_size * self.output_size
 
     @property
+    def embedding_parameters(self) -> int:
+        """Of the embedding, the head unless it is the same, and layers' own embeddings."""
+        return self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2) + self.layer_embeddings
+
+    @property
     def num_parameters(self) -> int:
         """Exact for the Llama, Qwen and Mixtral families; others within a tenth."""
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         attention = self.attention_parameters
         attention += self.attention_size * self.qkv_bias + 2 * self.head_dim * self.qk_norm
         norms = 2 * self.hidden_size
         mlps = self.num_dense_layers * self._mlp(self.dense_intermediate_size)
         mlps += (self.num_layers - self.num_dense_layers) * self._sparse_mlp()
-        text = embeddings + self.num_layers * (attention + norms) + mlps + self.hidden_size
-        return text + self.vision_parameters + self.layer_embeddings
+        text = self.embedding_parameters + self.num_layers * (attention + norms) + mlps + self.hidden_size
+        return text + self.vision_parameters
 
     def num_adapter_parameters(self, rank: int, targets: Collection[str] | None) -> int:
-        """Of LoRA adapters of the rank on linear layers and experts of these names, or on all of them."""
+        """Of LoRA adapters of the rank on linear layers and experts of these names, or on all of them. Where a name is
+        none of Llama's (`c_attn`, `kv_b_proj`) it is a bound: as if all linear layers but experts were named."""
         hidden, queries, keys = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         sizes = {"q_proj": queries, "k_proj": keys, "v_proj": self.kv_size - keys, "o_proj": self.output_size}
         sizes = {name: hidden + width for name, width in sizes.items()}
@@ -190,11 +212,13 @@ class ModelShape:
         num_dense = self.num_layers - num_sparse
         mlp = num_dense * (hidden + (self.dense_intermediate_size if self.num_experts else self.intermediate_size))
         mlp += num_sparse * (hidden + self.shared_expert_size) * bool(self.shared_expert_size)
-        sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj") if mlp else (), mlp)
+        sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj")[-self.mlp_matrices :] if mlp else (), mlp)
         num_matrices = num_sparse * self.num_experts
         sizes["experts.gate_up_proj"] = num_matrices * (hidden + 2 * self.intermediate_size)
         sizes["experts.down_proj"] = num_matrices * (hidden + self.intermediate_size)
         wanted = set(sizes) if targets is None else {last_name(target, sizes) for target in targets}
+        if not wanted <= set(sizes):
+            wanted |= {name for name in sizes if not name.startswith("experts.")}
         return rank * sum(size for name, size in sizes.items() if name in wanted)
 
     @property
@@ -290,9 +314,9 @@ class _Keys:
 
 
 def _num_dense_layers(keys: _Keys, layers: int) -> int:
-    """DeepSeek starts with some; Qwen lists them, or makes every n-th layer sparse."""
+    """DeepSeek starts with some; Qwen lists them, or makes every n-th layer sparse, as Llama 4."""
     listed = keys.config.get("mlp_only_layers") or []
-    every = keys.number("decoder_sparse_step", default=1)
+    every = keys.number("decoder_sparse_step", "interleave_moe_layer_step", default=1)
     first = keys.number("first_k_dense_replace", "moe_layer_start_index", default=0)
     return max(first, len(listed), layers - layers // max(1, every))
 

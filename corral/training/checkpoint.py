@@ -79,6 +79,8 @@ def problem_with(folder: Path, hashes: bool) -> str | None:
         files = {name: (file["size"], file["sha256"]) for name, file in manifest["files"].items()}
     except FileNotFoundError:
         return f"it has no {MANIFEST}" if folder.is_dir() else "there is no such folder"
+    except NotADirectoryError:
+        return "it is not a folder"
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return f"its {MANIFEST} is damaged"
     if outside := [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]:

@@ -1,6 +1,7 @@
 """`import corral`: the same runs as on the command line, with objects where a recipe has names."""
 
 import asyncio
+import functools
 import json
 import os
 import signal
@@ -139,13 +140,24 @@ def test_keys_of_the_users_own_keep_their_dots(tmp_path: Path, tiny_model: Path)
     assert loaded.data.train.filters == {"level": (1, 2), "extra_info.pass_rate": (0.1, 0.9)}
 
 
+def test_a_recipe_that_was_loaded_loads_as_the_same(tmp_path: Path, tiny_model: Path) -> None:
+    data = {"train": {"path": "rows.jsonl"}, "system": "write $${x} and $$${y}"}
+    loaded = corral.load_recipe(recipe(tmp_path, tiny_model), data=data)
+    assert loaded.data.system == "write ${x} and $${y}"
+    assert corral.load_recipe(loaded) == loaded
+
+
 def test_what_is_wrong_is_an_error_with_a_line_for_each_problem(tmp_path: Path, tiny_model: Path) -> None:
     with pytest.raises(corral.RecipeError) as error:
         corral.load_recipe(recipe(tmp_path, tiny_model), nonsense=1, schedule={"steps": 0})
     assert "nonsense" in str(error.value)
     assert "schedule.steps" in str(error.value)
-    with pytest.raises(corral.UserError, match="must have a parameter `response`"):
-        corral.reward(lambda text: 0.0)
+    for function in (lambda text: 0.0, functools.partial(lambda text: 0.0)):
+        with pytest.raises(corral.UserError, match="must have a parameter `response`"):
+            corral.reward(function)
+    for nothing in (None, [1]):
+        with pytest.raises(corral.UserError, match="a recipe is a path, nested mappings or a loaded recipe, not a"):
+            corral.load_recipe(nothing)  # type: ignore[arg-type]
     with pytest.raises(corral.UserError, match="is not the folder of a run"):
         corral.Run(tmp_path)
 

@@ -104,6 +104,12 @@ def test_folder_that_is_not_a_model(tmp_path: Path, tiny_model: Path) -> None:
     assert f"{tmp_path}/config.json" in the_error(train(tmp_path, tiny_model, f"model.path={tmp_path}"))
 
 
+def test_folder_whose_configuration_is_no_mapping(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "config.json").write_text("[]")
+    expected = f"{tmp_path}/config.json: is not a model's configuration"
+    assert the_error(train(tmp_path, tiny_model, f"model.path={tmp_path}")) == expected
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
 def test_model_with_a_damaged_file(tmp_path: Path, tiny_model: Path, name: str) -> None:
     folder = tmp_path / "model"

@@ -47,10 +47,18 @@ def test_pairs_are_trained_on_where_an_algorithm_wants_them(tmp_path: Path, algo
     assert data.train.options["pairs"] is data.validation.options["pairs"] is True
 
 
-def test_a_task_without_pairs_is_refused_for_an_algorithm_that_wants_them(tmp_path: Path) -> None:
-    refused = corral(tmp_path, "init", "--algorithm", "dpo", "--data", "gsm8k")
+def test_arithmetic_of_any_kind_has_pairs(tmp_path: Path) -> None:
+    written = corral(tmp_path, "init", "--algorithm", "dpo", "--data", "arithmetic:mixed")
+    assert written.code == 0, written.stderr
+    checked = corral(tmp_path, "plan", "recipe.yaml", "--check", "model.path=blank-1m")
+    assert checked.code == 0, checked.stderr
+
+
+@pytest.mark.parametrize("data", ["gsm8k", "pictures:colors", "reasoning_gym:leg_counting"])
+def test_a_task_without_pairs_is_refused_for_an_algorithm_that_wants_them(tmp_path: Path, data: str) -> None:
+    refused = corral(tmp_path, "init", "--algorithm", "dpo", "--data", data)
     assert refused.code == 2
-    assert "gsm8k has no pairs" in refused.errors[0]
+    assert f"{data} has no pairs" in refused.errors[0]
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:

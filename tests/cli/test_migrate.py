@@ -318,9 +318,36 @@ def test_secrets_are_not_shown(tmp_path: Path) -> None:
 
 
 def test_a_script_is_no_recipe(tmp_path: Path) -> None:
-    refused = corral(tmp_path, "plan", str(GOLDEN / "verl_dstack/input.sh"))
+    for command in ("plan", "evaluate"):
+        refused = corral(tmp_path, command, str(GOLDEN / "verl_dstack/input.sh"))
+        assert refused.code == 2
+        assert "is a script; `corral migrate" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--define", "A=1"), ("--strict",), ("--all",), ("--system", "verl"), ("--define", "A=1", "--plan")],
+    ids=str,
+)
+def test_options_for_other_systems_are_refused_with_a_recipe(tmp_path: Path, options: tuple[str, ...]) -> None:
+    (tmp_path / "recipe.yaml").write_text("name: x\nmodel: {path: blank-1m}\ndata: {train: {path: rows.jsonl}}\n")
+    refused = corral(tmp_path, "migrate", "recipe.yaml", *options)
     assert refused.code == 2
-    assert "is a script; `corral migrate" in refused.stderr
+    assert "--define, --strict and --all are for other systems" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--strict", "--plan"), "--all and --strict belong to the report"),
+        (("--strict", "--train"), "--all and --strict belong to the report"),
+        (("--json", "--train"), "--json belongs to the report and to --plan"),
+    ],
+)
+def test_options_of_the_report_are_refused_without_it(tmp_path: Path, options: tuple[str, ...], words: str) -> None:
+    refused = migrated(tmp_path, "verl_dstack/input.sh", *options)
+    assert refused.code == 2
+    assert words in refused.stderr
 
 
 def test_plan_goes_on_from_the_migrated_recipe(tmp_path: Path, name: str) -> None:

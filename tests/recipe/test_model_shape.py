@@ -38,6 +38,16 @@ MIXTRAL = {
     "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000, "num_local_experts": 8,
     "num_experts_per_tok": 2, "tie_word_embeddings": False,
 }  # fmt: skip
+LLAMA4_MAVERICK = {
+    "model_type": "llama4_text", "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40,
+    "num_key_value_heads": 8, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_local_experts": 128,
+    "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "vocab_size": 202048, "tie_word_embeddings": False,
+}  # fmt: skip
+GEMMA4_26B_A4B = {
+    "model_type": "gemma4_text", "hidden_size": 2816, "num_hidden_layers": 30, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 2112, "enable_moe_block": True, "num_experts": 128,
+    "top_k_experts": 8, "moe_intermediate_size": 704, "hidden_size_per_layer_input": 0, "vocab_size": 262144,
+}  # fmt: skip
 SMALL = {
     "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32,
     "vocab_size": 128,
@@ -86,11 +96,36 @@ def test_of_numbers_for_each_layer_the_largest_counts():
     assert ModelShape.from_config(LLAMA3_8B | {"intermediate_size": [8192, 14336]}) == ModelShape.from_config(LLAMA3_8B)
 
 
-def test_layers_of_other_kinds_are_not_counted_as_if_they_were_attention(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA3_8B | {"model_type": "jamba"}))
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"model_type": "jamba"}, "the layers of `jamba` are of kinds that are not counted"),
+        ({"model_type": "nemotron_h"}, "the layers of `nemotron_h`"),
+        ({"text_config": {"model_type": "qwen3_5_text"}}, "the layers of `qwen3_5_text`"),
+        ({"layer_types": ["mamba", "attention"]}, "layers of the type `mamba` are not counted"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "layers of the type `linear_attention`"),
+    ],
+    ids=str,
+)
+def test_layers_of_other_kinds_are_not_counted_as_if_they_were_attention(tmp_path, other, words):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA3_8B | other))
     assert ModelShape.find(str(tmp_path)) is None
-    with pytest.raises(UnknownShape, match="the layers of `jamba` are of kinds that are not counted"):
+    with pytest.raises(UnknownShape, match=words):
         ModelShape.read(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "experts_per_token"),
+    [
+        (LLAMA4_MAVERICK, 400_711_848_960, 1),
+        (GEMMA4_26B_A4B, 25_334_067_200, 8),
+    ],
+    ids=["Llama 4 Maverick", "Gemma 4 26B-A4B"],
+)
+def test_dense_layers_between_and_beside_experts_are_counted(config, parameters, experts_per_token):
+    shape = ModelShape.from_config(config)
+    assert shape.num_parameters == pytest.approx(parameters, rel=0.01)
+    assert shape.experts_per_token == experts_per_token
 
 
 def test_a_folder_without_a_config_is_one_line(tmp_path):
@@ -171,25 +206,57 @@ def test_a_tokens_keys_and_values_are_those_of_the_engines_cache(config: dict[st
     assert shape.num_parameters == pytest.approx(num_parameters, rel=0.001)
 
 
+GPT2 = {"model_type": "gpt2", "n_embd": 256, "n_layer": 3, "n_head": 8, "vocab_size": 128}
+STARCODER2 = {"model_type": "starcoder2", **SMALL, "intermediate_size": 896}
+
+
+@pytest.mark.parametrize(
+    ("config", "targets", "largest"),
+    [
+        (STARCODER2, ["q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj"], 1),
+        (GPT2, ["c_attn"], 5),
+        (DEEPSEEK_V3, ["q_b_proj", "kv_b_proj"], 10),
+    ],
+    ids=lambda value: str(value.get("model_type")) if isinstance(value, dict) else str(value),
+)
+def test_adapters_of_layers_with_names_of_their_own_have_a_bound(
+    config: dict[str, Any], targets: list[str], largest: int
+) -> None:
+    """`largest`: how many times too large the bound may be."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    weights = {name.split(".")[-2]: tuple(one.shape) for name, one in model.named_parameters() if one.ndim == 2}
+    exact = 8 * config.get("num_hidden_layers", 3) * sum(sum(weights[target]) for target in targets)
+    assert exact <= ModelShape.from_config(config).num_adapter_parameters(8, targets) <= largest * exact
+
+
 @pytest.mark.slow
 def test_any_architecture_has_its_number_of_parameters_within_a_tenth_or_is_unknown() -> None:
-    """As transformers makes it from its own default configuration, which most often is that of a published model."""
+    """As transformers makes it from its own default configuration, which most often is that of a published model. Files
+    leave out whether embeddings are tied where that is the default."""
     num_compared, wrong = 0, {}
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     for kind in re.findall(r"^\| (\w+) \| (?:fast|general) \|", page, re.MULTILINE):
         try:
-            config = AutoConfig.for_model(kind)
+            config = AutoConfig.for_model(kind, **({"num_experts_per_tok": 6} if kind == "deepseek_v2" else {}))
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config)
         except Exception:  # there is no default
             continue
         try:
-            shape = ModelShape.from_config(config.to_dict())
+            shapes = [ModelShape.from_config(one) for one in (config.to_dict(), without_ties(config.to_dict()))]
         except UnknownShape:
             continue
         num_compared += 1
         counted = sum(parameter.numel() for parameter in model.parameters())
-        if not 0.9 < shape.num_parameters / counted < 1.1:
-            wrong[kind] = shape.num_parameters / counted
+        ratios = [shape.num_parameters / counted for shape in shapes]
+        if not all(0.9 < ratio < 1.1 for ratio in ratios):
+            wrong[kind] = ratios
+        assert shapes[0].experts_per_token > 0 or not shapes[0].num_experts, kind
     assert wrong == {}
     assert num_compared > 90
+
+
+def without_ties(config: dict[str, Any]) -> dict[str, Any]:
+    config = {key: without_ties(value) if isinstance(value, dict) else value for key, value in config.items()}
+    return {key: value for key, value in config.items() if key != "tie_word_embeddings"}

@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -254,6 +255,28 @@ def test_only_adapters_have_gradients_and_optimizer_states(load):
     on_values = [f"model.lora={{rank: 8, targets: [{name}]}}" for name in ("v_proj", "q_proj")]
     sizes = [memory_of(load(one, "model.dtype=bfloat16"))[0]["gradients"]["train"] for one in on_values]
     assert sizes == [4 * 8 * 30 * 768, 4 * 8 * 30 * 1152]
+
+
+@pytest.mark.parametrize(("target", "is_there"), [("c_attn", True), ("experts.down_proj", False)])
+def test_adapters_of_layers_that_llama_lacks_are_planned_with(load, target, is_there):
+    recipe = load(
+        f"model.lora={{rank: 8, targets: [{target}]}}", "train.offload=[optimizer]", "cluster.device_memory=80"
+    )
+    assert memory_of(recipe)[0]["gradients"]["train"] > 0 or not is_there
+
+
+def test_embeddings_of_layers_are_gathered_and_updated_as_a_whole(load):
+    shape = replace(SMOLLM2_135M, layer_embeddings=10**10)
+    recipe = load(
+        "cluster.devices_per_node=2",
+        "train.parallel.shard=2",
+        "train.offload=[optimizer]",
+        "cluster.device_memory=1000",
+    )
+    (group,) = make_plan(recipe, shape).memory
+    items = {item.name: item.bytes_by_phase["train"] for item in group.items if "train" in item.bytes_by_phase}
+    assert items["gathered layers"] > 2 * 10**10
+    assert items["actor optimizer"] > 0.9 * 12 * 10**10 / 2
 
 
 def test_with_adapters_the_reference_is_no_model_of_its_own(load):

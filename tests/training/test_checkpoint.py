@@ -111,6 +111,11 @@ def test_a_manifest_that_makes_no_sense_is_no_manifest(tmp_path: Path, content: 
     assert problem_with(step_folder(tmp_path, 1), hashes=False) == "its manifest.json is damaged"
 
 
+def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").touch()
+    assert problem_with(tmp_path / "recipe.yaml", hashes=True) == "it is not a folder"
+
+
 @given(data=st.data())
 @settings(max_examples=50, deadline=None)
 def test_any_damage_to_any_file_is_noticed(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
