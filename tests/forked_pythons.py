@@ -106,9 +106,9 @@ def serve(listener: socket.socket, until_input_ends: bool = False) -> None:
                     os._exit(0)  # what it has forked ends with it
                 elif key.fileobj is listener:
                     client = listener.accept()[0]
-                    pid = answer(client, [listener, selector, *clients.values()])
-                    clients[pid] = client
-                    selector.register(client, selectors.EVENT_READ, pid)
+                    if pid := answer(client, [listener, selector, *clients.values()]):
+                        clients[pid] = client
+                        selector.register(client, selectors.EVENT_READ, pid)
                 elif key.fileobj is signals:
                     os.read(signals, 4096)
                     for pid, code in ended_children():
@@ -135,18 +135,27 @@ def ended_children() -> list[tuple[int, int]]:
         ended.append((pid, os.waitstatus_to_exitcode(status)))
 
 
-def answer(client: socket.socket, not_its_own: list[Any]) -> int:
-    message, descriptors, _, _ = socket.recv_fds(client, 1 << 16, 3)
-    while not message.endswith(b"\n"):
-        message += client.recv(1 << 16)
-    pid = os.fork()
-    if pid == 0:
-        for other in not_its_own:
-            other.close()
-        run_worker(client, descriptors, **json.loads(message))
-    for descriptor in descriptors:
-        os.close(descriptor)
-    return pid
+def answer(client: socket.socket, not_its_own: list[Any]) -> int | None:
+    """Process id of the forked one. None: who asked has gone before it has said for what."""
+    descriptors: list[int] = []
+    try:
+        message, descriptors, _, _ = socket.recv_fds(client, 1 << 16, 3)
+        while not message.endswith(b"\n"):
+            if not (more := client.recv(1 << 16)):
+                raise ConnectionResetError
+            message += more
+        pid = os.fork()
+        if pid == 0:
+            for other in not_its_own:
+                other.close()
+            run_worker(client, descriptors, **json.loads(message))
+        return pid
+    except ConnectionError:
+        client.close()
+        return None
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def run_worker(

@@ -350,8 +350,10 @@ def read_message(message: Any, number: int) -> Message:
     read: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
     if images:
         read["images"] = images
-    if message.get("tool_calls"):
-        read["tool_calls"] = [read_tool_call(call, number) for call in message["tool_calls"]]
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise BadRequest(f"message {number}: `tool_calls` must be a list")
+        read["tool_calls"] = [read_tool_call(call, number) for call in calls]
     read |= {key: message[key] for key in ("tool_call_id", "name") if isinstance(message.get(key), str)}
     return cast(Message, read)
 

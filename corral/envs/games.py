@@ -30,6 +30,8 @@ Draw = Callable[[int, int, Callable[[Cell], str]], str]
 """Draws a board, see `GridGameEnv.draw`."""
 
 MAX_ATTEMPTS = 1000
+ALIKE_ATTEMPTS = 100
+"""Boards that are tried where all of them look alike."""
 ANSWER_PATTERN = "<answer>(.*?)</answer>"
 ANSWER_FORMAT = "<answer>{action}</answer>"
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -190,8 +192,8 @@ class GameBase(EnvDefaults, ABC):
         self._effective: list[bool] = []
 
     def _board(self, row: Row, seed: int) -> Game:
-        """The row's board: that of its seed, or the first of those after it that belongs to the row's part. A game with
-        one fixed board has nothing to hold out, and gives it to both parts."""
+        """The row's board: that of its seed, or the first of those after it that belongs to the row's part. Boards that
+        all look alike, since there is only one or what differs is hidden, belong to both parts, with other seeds."""
         first, part = row.extra.get("seed"), row.extra.get("part")
         if not isinstance(first, int):
             raise UserError("a game's row needs a column `seed`, a whole number; set `path: boards` for the data")
@@ -201,8 +203,8 @@ class GameBase(EnvDefaults, ABC):
             if part is None or part_of(text := game.text()) == part:
                 return game
             seen.add(text)
-        if len(seen) == 1:
-            return self.new_game(first, seed)
+            if len(seen) == 1 and attempt + 1 == ALIKE_ATTEMPTS:
+                return game  # not that of the first seed, which the other part has
         raise UserError(
             f"none of {MAX_ATTEMPTS} boards with these options is for {part}; they are too few to be parted"
         )

@@ -172,18 +172,32 @@ class ToolProcesses:
         """Calls a function in a process that is free. TimeoutError or ToolFailed if it does not return. `waits`: it is
         `async`, so many of its calls may run at a time."""
         with self._free_to_wait if waits else self._free:
-            try:
-                process = self._idle.pop()
-            except IndexError:
-                process = self.fork()
+            process = self._idle_process() or self.fork()
             try:
                 return str(process.request(timeout_s, "call", place, None, dict(arguments)))
             finally:
                 if not process.has_ended:
                     self._idle.append(process)
 
+    def _idle_process(self) -> ToolProcess | None:
+        """A process that can be used again. Those that died after their last call are ended."""
+        with suppress(IndexError):
+            while not (process := self._idle.pop()).is_idle():
+                process.end()
+            return process
+        return None
+
     def fork(self) -> ToolProcess:
         return self._thread.submit(self._fork).result()
+
+    async def fork_async(self) -> ToolProcess:
+        """Forks while the event loop goes on. Where it is cancelled, the process ends as soon as it is there."""
+        forking = call_in_thread(self.fork, "tool process")
+        try:
+            return await asyncio.wrap_future(forking)
+        except asyncio.CancelledError:
+            forking.add_done_callback(end_forked)
+            raise
 
     def close(self) -> None:
         """Ends all processes."""
@@ -219,6 +233,8 @@ class ToolProcesses:
     def _fork(self) -> ToolProcess:
         try:
             return self._fork_once()
+        except TimeoutError:  # a second one would hold up all others for as long again
+            raise
         except (EOFError, OSError, ValueError):  # it died before it answered, as with a dying template
             return self._fork_once()
 
@@ -254,6 +270,12 @@ class ToolProcesses:
             return -int(signal.SIGKILL)  # the template is gone, and all processes with it
 
 
+def end_forked(forking: "Future[ToolProcess]") -> None:
+    """Ends a process that nobody wants any more."""
+    if not forking.cancelled() and forking.exception() is None:
+        forking.result().end()
+
+
 class ToolTemplate(WorkerProcess):
     """The process that has imported the tools and forks those that run them."""
 
@@ -265,9 +287,13 @@ class ToolTemplate(WorkerProcess):
             super().__init__(__name__)
 
     def fork(self, connection: socket.socket) -> int:
-        """Forks a process with this connection; returns its process id within the sandbox."""
+        """Forks a process with this connection; returns its process id within the sandbox. ToolFailed if there is no
+        room for it."""
         socket.send_fds(self._handing, [b"!"], [connection.fileno()])
-        return int(self.ask(json.dumps(["fork", 0]).encode(), START_TIMEOUT_S)["pid"])
+        reply = self.ask(json.dumps(["fork", 0]).encode(), START_TIMEOUT_S)
+        if "error" in reply:
+            raise ToolFailed(f"no process for it: {reply['error']}")
+        return int(reply["pid"])
 
     def check_contained(self) -> None:
         """UserError if it died because it could not be locked in."""
@@ -407,8 +433,15 @@ class Forks:
 
     def _fork(self) -> dict[str, Any]:
         _, [descriptor], _, _ = socket.recv_fds(self._handing, 1, 1)
-        folder = tempfile.mkdtemp()
-        pid = os.fork()
+        folder = None
+        try:
+            folder = tempfile.mkdtemp()
+            pid = os.fork()
+        except OSError as error:  # tools have used up the sandbox's files or processes
+            os.close(descriptor)
+            if folder is not None:
+                os.rmdir(folder)
+            raise OSError(error.errno, error.strerror) from None  # without the folder's random name
         if pid == 0:
             self._serve(descriptor, folder)
         os.close(descriptor)

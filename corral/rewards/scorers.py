@@ -51,7 +51,8 @@ def regex(
     """
     compiled = re.compile(pattern, re.IGNORECASE if ignore_case else 0)
     # Checked before the search: a wrong group is an error at the start of a run, not with the first match.
-    if group is not None and group not in compiled.groupindex and group not in range(compiled.groups + 1):
+    known = {*compiled.groupindex, *range(compiled.groups + 1)}
+    if group is not None and (isinstance(group, float) or group not in known):
         raise ValueError(f"pattern {pattern!r} has no group {group!r}")
     found = _last_match(compiled, response, group or 0)
     if group is None:

@@ -171,10 +171,11 @@ def test_it_works_where_an_event_loop_runs_already(tmp_path: Path, tiny_model: P
 
 @pytest.mark.parametrize("can_ask", [True, False])
 def test_ctrl_c_in_a_notebook_asks_and_the_next_one_ends_it_at_once(can_ask: bool) -> None:
-    asked, ended, left = threading.Event(), threading.Event(), threading.Event()
+    begun, asked, ended, left = (threading.Event() for _ in range(4))
 
     def work() -> None:
         try:
+            begun.set()
             while True:
                 time.sleep(0.01)
         finally:
@@ -185,6 +186,7 @@ def test_ctrl_c_in_a_notebook_asks_and_the_next_one_ends_it_at_once(can_ask: boo
             raise KeyboardInterrupt
 
     def press() -> None:
+        begun.wait(10)
         while not left.wait(0.3):
             os.kill(os.getpid(), signal.SIGINT)
 

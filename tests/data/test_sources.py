@@ -312,6 +312,20 @@ def test_tools_and_tool_calls_of_a_row_reach_the_template_or_are_an_error() -> N
             render_prompt(tokenizer(template), row, chat=False, needs_tools=True)
 
 
+def test_a_template_may_refuse_the_conversation_without_its_calls_or_tools() -> None:
+    refused = "not tools or (m['role'] == 't' and not messages[loop.index0 - 1]['tool_calls'])"
+    template = (
+        f"{{% for m in messages %}}{{% if {refused} %}}{{{{ raise_exception('no call') }}}}{{% endif %}}{{% endfor %}}"
+    )
+    messages = [
+        {"role": "u", "content": "1 + 1?"},
+        {"role": "a", "content": "", "tool_calls": [{"function": {"name": "plus", "arguments": {}}}]},
+        {"role": "t", "content": "2"},
+    ]
+    row = replace(PROMPT, prompt=messages, tools=[{"function": {"name": "plus"}}])
+    assert spell(render_prompt(tokenizer(template + TEMPLATE), row, chat=True, needs_tools=True))
+
+
 def rows_of_lengths(*lengths: int) -> list[Row]:
     return [
         Row([{"role": "user", "content": "x" * length}], None, "", {}, where=f"train.jsonl:{number}")

@@ -454,7 +454,7 @@ def test_an_agent_that_fails_is_its_trajectorys_error(
             "only text and images as data: URLs",
         ),
         ({"messages": [{"role": "user", "content": 3}]}, "must be text or a list of parts"),
-        ({"messages": [{"role": "user", "content": "", "tool_calls": 3}]}, "the body cannot be read: TypeError"),
+        ({"messages": [{"role": "user", "content": "", "tool_calls": 3}]}, "message 0: `tool_calls` must be a list"),
         ({"tools": [{"name": "add"}]}, "`tools` must be a list of"),
     ],
 )

@@ -146,6 +146,27 @@ def test_a_row_without_a_seed_is_an_error() -> None:
         say(CountingEnv(), Row([], None, "", {}))
 
 
+class Guessing(Counting):
+    """Guess a number, of which the text shows nothing."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def text(self) -> str:
+        return "Which number?"
+
+
+class GuessingEnv(CountingEnv):
+    def new_game(self, board_seed: int, seed: int) -> Game:
+        return Guessing(board_seed)
+
+
+def test_where_the_board_is_hidden_those_of_training_and_validation_have_other_seeds() -> None:
+    parts = "train", "validation"
+    games = [GuessingEnv()._board(Row([], None, "", {"seed": 7, "part": part}), 0) for part in parts]
+    assert len({game.number for game in games if isinstance(game, Guessing)}) == 2
+
+
 def test_a_random_reply_is_a_valid_action() -> None:
     env, rng = CountingEnv(), random.Random(0)
     assert {env.read_action(env.random_reply(rng)) for _ in range(20)} == {"stay", "more"}

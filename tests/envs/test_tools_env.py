@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from corral.data.rows import Message, Row
 from corral.data.sources import render_prompt
+from corral.envs import tool_processes
 from corral.envs.base import EnvSet, StepResult
 from corral.envs.tool_calls import Style, function_schema, parse_reply, problem_with
 from corral.envs.tool_processes import ToolFailed, ToolTemplate
@@ -121,6 +123,14 @@ def cpu_seconds() -> int:
     return int(subprocess.check_output(["sh", "-c", "ulimit -t"]))
 
 
+def fill() -> str:
+    try:
+        for number in range(5000):
+            open(os.path.join(tempfile.gettempdir(), str(number)), "w").close()
+    except OSError as error:
+        return error.strerror
+
+
 def start(seconds: int) -> int:
     return subprocess.Popen(["sleep", str(seconds)]).pid
 
@@ -154,8 +164,11 @@ class Starter:
         return start(seconds)
 
 
-async def rest(seconds: float) -> int:
-    await asyncio.sleep(seconds)
+async def together(number: int) -> int:
+    folder = os.path.dirname(tempfile.gettempdir())
+    open(os.path.join(folder, f"here-{os.getpid()}"), "w").close()
+    while sum(name.startswith("here-") for name in os.listdir(folder)) < number:
+        await asyncio.sleep(0.01)
     return os.getpid()
 
 
@@ -283,8 +296,8 @@ def content(result: StepResult) -> str:
 
 
 def test_a_function_becomes_a_json_schema(file: Path) -> None:
-    envs = environments(file, "add")
-    [tool] = envs.factory_for(ROW).make().tools  # type: ignore[attr-defined]
+    with closing(environments(file, "add")) as envs:
+        [tool] = envs.factory_for(ROW).make().tools  # type: ignore[attr-defined]
     assert tool == {
         "type": "function",
         "function": {
@@ -354,8 +367,9 @@ def test_tools_that_cannot_be_offered_are_refused_before_training(
 
 
 def test_where_the_template_knows_no_tools_a_system_message_describes_them(file: Path) -> None:
-    env: Any = environments(file, "add", tool_prompt="system").factory_for(ROW).make()
-    system, question = asyncio.run(env.reset(ROW, 0))
+    with closing(environments(file, "add", tool_prompt="system")) as envs:
+        env: Any = envs.factory_for(ROW).make()
+        system, question = asyncio.run(env.reset(ROW, 0))
     assert env.tools == []
     assert '"name": "add"' in system["content"]
     assert "<tool_call>" in system["content"]
@@ -526,17 +540,19 @@ def test_an_async_tool_is_locked_in_as_any_other(play: Play, monkeypatch: pytest
 
 
 def test_async_tools_of_many_trajectories_wait_at_the_same_time(file: Path) -> None:
+    """Each returns when all of them have begun."""
+
     async def play() -> list[str]:
         games = [envs.factory_for(ROW).make() for _ in range(20)]
         await asyncio.gather(*(game.reset(ROW, 0) for game in games))
-        results = await asyncio.gather(*(game.step(call("rest", seconds=2)) for game in games))
+        results = await asyncio.gather(*(game.step(call("together", number=20)) for game in games))
         await asyncio.gather(*(game.close() for game in games))
         return [content(result) for result in results]
 
-    envs = environments(file, "rest")
+    envs = environments(file, "together")
     processes = asyncio.run(play())
     envs.close()
-    assert len(set(processes)) > 8  # as many as functions have that are not async
+    assert len(set(processes)) == 20
     assert str(os.getpid()) not in processes
 
 
@@ -561,9 +577,12 @@ def test_a_process_of_a_template_that_died_ends_none_of_the_next_one(file: Path)
     processes = envs.factories[""].shared[0].processes  # type: ignore[attr-defined]
     assert processes.call(0, {"pattern": "a", "text": "a"}, 5.0) == "true"
     old = processes.fork()
+    all_of_it = psutil.Process(processes._template._process.pid).children(recursive=True)
     processes._template.kill()
+    psutil.wait_procs(all_of_it, 10)
+    assert processes.call(0, {"pattern": "a", "text": "a"}, 5.0) == "true"
     new = [processes.fork() for _ in range(3)]  # within its sandbox, one of them has the process id of the old one
-    assert processes._idle == []
+    assert len(processes._idle) == 1
     old.end()
     assert [process.request(5.0, "call", 0, None, {"pattern": "a", "text": "a"}) for process in new] == ["true"] * 3
     envs.close()
@@ -587,6 +606,58 @@ def test_a_process_that_dies_with_its_template_before_it_answers_is_forked_again
     assert processes.call(0, {"pattern": "a", "text": "a"}, 5.0) == "true"
     assert processes._template is not template
     envs.close()
+
+
+@pytest.mark.slow
+def test_a_tool_that_fills_the_sandbox_with_files_costs_other_processes_until_it_ends(file: Path) -> None:
+    with closing(environments(file, "fill")) as envs:
+        processes = envs.factories[""].shared[0].processes  # type: ignore[attr-defined]
+        full = processes.fork()
+        assert full.request(10.0, "call", 0, None, {}) == "No space left on device"
+        for _ in range(300):  # more than the template may have open files
+            with pytest.raises(
+                ToolFailed, match=r"no process for it: OSError: \[Errno 28\] No space left on device \("
+            ):
+                processes.fork()
+        full.end()
+        processes.fork()
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_as_it_is_forked_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_sandbox = 'os.environ["HOME"] == "/sandbox" and os.register_at_fork(after_in_child=lambda: time.sleep(60))'
+    (tmp_path / "hangs.py").write_text(f"import os, time\n{in_sandbox}\ndef tool(): ...\n")
+    with closing(environments(tmp_path / "hangs.py", "tool")) as envs:
+        processes = envs.factories[""].shared[0].processes  # type: ignore[attr-defined]
+        template, forked = processes._template, []
+        monkeypatch.setattr(template, "fork", lambda one: forked.append(ToolTemplate.fork(template, one)) or forked[-1])
+        monkeypatch.setattr(tool_processes, "START_TIMEOUT_S", 1.0)
+        with pytest.raises(TimeoutError):
+            processes.fork()
+        assert len(forked) == 1
+
+
+def test_a_reset_that_is_cancelled_while_its_process_is_forked_leaves_none(file: Path) -> None:
+    async def cancel() -> None:
+        resetting = asyncio.ensure_future(envs.factory_for(ROW).make().reset(ROW, 0))
+        while processes._thread._jobs.empty():
+            await asyncio.sleep(0.01)
+        resetting.cancel()
+        with suppress(asyncio.CancelledError):
+            await resetting
+
+    with closing(environments(file, "Notes")) as envs:
+        processes = envs.factories[""].shared[0].processes  # type: ignore[attr-defined]
+        may_fork = threading.Event()
+        processes._thread.submit(may_fork.wait)
+        asyncio.run(cancel())
+        may_fork.set()
+        for thread in threading.enumerate():
+            if thread.name == "tool process":
+                thread.join(10)
+        assert children_of_sandbox(envs) == 0
 
 
 def test_a_regular_expression_without_end_is_over_at_its_deadline(play: Play) -> None:
@@ -823,7 +894,8 @@ def drive(envs: EnvSet, replies: list[str], row: Row = ROW) -> list[Any]:
         seed=7,
     )
     prompt = Prompt(0, 0, row, render_prompt(tokenizer, row, True))
-    return asyncio.run(driver.roll_out([prompt], 1, Sampling(max_tokens=400)))
+    with closing(envs):
+        return asyncio.run(driver.roll_out([prompt], 1, Sampling(max_tokens=400)))
 
 
 def test_a_row_with_tools_of_its_own_is_refused(file: Path) -> None:

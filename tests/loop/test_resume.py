@@ -141,7 +141,6 @@ def test_a_damaged_checkpoint_is_not_used(
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("due", ["checkpoint.every=2", "checkpoint.best=validation/mean@1"])
 def test_the_last_step_is_saved_when_it_is_due_also_without_a_checkpoint_at_the_end(
     tmp_path: Path, tiny_model: Path, due: str
@@ -150,6 +149,7 @@ def test_the_last_step_is_saved_when_it_is_due_also_without_a_checkpoint_at_the_
     assert [folder.name for folder in (run / "checkpoints").glob("step_*")] == ["step_000002"]
 
 
+@pytest.mark.slow
 def test_resume_never_makes_a_new_folder(tmp_path: Path, tiny_model: Path) -> None:
     first = train_here(tmp_path, tiny_model)
     before = rows_of(first)

@@ -78,6 +78,7 @@ class Flight:
     """Calls in flight in this process, and the most that there were."""
 
     now = most = 0
+    all_here = asyncio.Barrier(256)
 
 
 async def act_async(response: str) -> dict[str, float]:
@@ -96,6 +97,8 @@ async def act_async(response: str) -> dict[str, float]:
             while True:
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.sleep(1000)
+        elif response == "together":
+            await Flight.all_here.wait()
         elif response.startswith("wait"):
             await asyncio.sleep(float(response.removeprefix("wait")))
         else:

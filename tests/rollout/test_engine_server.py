@@ -189,6 +189,7 @@ def test_log_probs_of_a_chat_are_those_of_its_tokens(server: Server) -> None:
     [
         ("/v1/chat/completions", {"messages": []}, "messages"),
         ("/v1/chat/completions", {"messages": [{"content": "?"}]}, "no `role`"),
+        ("/v1/chat/completions", {"messages": [{**MESSAGES[0], "tool_calls": True}]}, "`tool_calls` must be a list"),
         ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1000}, "more than the 256"),
         (
             "/v1/chat/completions",

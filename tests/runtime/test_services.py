@@ -197,11 +197,11 @@ def test_what_a_service_lacks_is_said(start: Start, command: list[str], timeout_
     assert expected in problem
 
 
-@pytest.mark.slow
 def test_an_index_in_the_home_directory_is_found_there() -> None:
     assert str(Path.home() / "index") in command_of(Service(retriever="~/index", port=8000))
 
 
+@pytest.mark.slow
 def test_a_port_that_somebody_else_has_is_not_taken_for_the_service(start: Start, port: int) -> None:
     first = start()
     assert first.wait() == []

@@ -51,7 +51,7 @@ from corral.envs.chat_endpoint import (
     new_messages,
 )
 from corral.envs.tool_calls import Style
-from corral.envs.tool_processes import ToolFailed, ToolLimits, ToolProcess, ToolProcesses, call_in_thread
+from corral.envs.tool_processes import ToolFailed, ToolLimits, ToolProcesses, call_in_thread
 from corral.recipe.errors import UserError
 from corral.rewards.reward_function import is_number, read_result
 from corral.rewards.scorer_pool import RewardScorer
@@ -242,12 +242,7 @@ class AgentRunner:
     async def _run_function(self, arguments: Mapping[str, Any]) -> Any:
         """Runs the function in a process of its own, which ends with it."""
         assert self._processes is not None
-        forking = call_in_thread(self._processes.fork, "agent process")
-        try:
-            process = await asyncio.wrap_future(forking)
-        except asyncio.CancelledError:
-            forking.add_done_callback(end_forked)
-            raise
+        process = await self._processes.fork_async()
         running = call_in_thread(functools.partial(process.request, LONGEST_S, "run", 0, dict(arguments)), "agent")
         try:
             return await asyncio.wrap_future(running)
@@ -259,12 +254,6 @@ class AgentRunner:
         self._loop.close()
         if self._processes is not None:
             self._processes.close()
-
-
-def end_forked(forking: "Future[ToolProcess]") -> None:
-    """Ends a process that nobody wants any more."""
-    if not forking.cancelled() and forking.exception() is None:
-        forking.result().end()
 
 
 def load_agent(spec: str) -> Callable[..., Any]:

@@ -108,7 +108,7 @@ class ToolsEnv(Env):
                 await self._within(session.open(row))
             else:
                 if self._process is None:
-                    self._process = await asyncio.wrap_future(call_in_thread(self._box.processes.fork, "tool process"))
+                    self._process = await self._box.processes.fork_async()
                 await self._request("open", place, constructor_arguments(owner, row))
         if self._tool_prompt == "template":
             return row.prompt
