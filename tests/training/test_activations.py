@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from sharded_cases import Outcome, alone, backward, build_model, deviation, mesh_of, outcome, policy_of
-from team import Team
+from team import Team, own_memory
 from tiny_families import config_of, tiny_family_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from trajectories import make_trajectory, small_batch
@@ -209,6 +209,7 @@ NUM_TOKENS = 1500
 
 def peak_of_training(checkpointing: bool, max_tokens: int | None) -> float:
     """-> most bytes that a forward and backward pass of one trajectory had at the same time"""
+    own_memory()
     register()
     model = AutoModelForCausalLM.from_config(WIDE, attn_implementation="corral").eval()
     policy = NativePolicyTrainer(

@@ -1,7 +1,5 @@
 """No rank holds more of a model than its part, also not for a moment while it is loaded or a run is resumed."""
 
-import ctypes
-import gc
 import json
 import multiprocessing
 import threading
@@ -14,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from sharded_cases import CPU, mesh_of
-from team import Team
+from team import Team, own_memory
 from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from corral.model.model_loading import load_model, load_to_shard
@@ -81,13 +79,6 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     """-> (a model in bfloat16, its number of parameters)"""
     folder = tmp_path_factory.mktemp("mixture")
     return folder, in_a_fork(write_model, MIXTURE, torch.bfloat16, folder)
-
-
-def own_memory() -> None:
-    """Makes a fork independent of what it has from its parent, which is not the model's: the collector writes to all of
-    Python's objects, so none of their pages are copied later, and memory that the parent had freed is given back."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager
