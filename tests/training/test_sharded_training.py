@@ -100,8 +100,8 @@ def test_tokens_of_many_experts_are_gathered_and_the_gradient_is_the_same(team: 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_moe*6", "qwen3_moe+lora", "qwen3_moe+lora*6"])
 def test_experts_are_dealt_in_bfloat16(team: Teams, family: str) -> None:
-    """In one process gradients of adapters in bfloat16 differ from float32's by 0.16 to 0.48, by the kind of CPU: routers
-    choose others. Those of experts that are dealt may differ from either by as much."""
+    """In one process gradients of adapters in bfloat16 differ from float32's by 0.16 to 0.48, which depends on the CPU:
+    routers choose others. Those of experts that are dealt may differ from either by as much."""
     dtype = torch.bfloat16
     outcomes, expected = team(2).run(on_mesh, MeshShape(expert=2), family, dtype), alone(family, dtype)
     rounding = deviation(expected.gradients, alone(family).gradients)
