@@ -13,6 +13,7 @@ import pytest
 from stand_in_retriever import Answer, StandInRetriever, in_full
 
 from corral.recipe.errors import UserError
+from corral.retrieval import client as retrieval_client
 from corral.retrieval.client import PendingQuery, RetrievalClient, RetrievalError, RetrievedDocument, RetrieverEndpoint
 
 
@@ -112,7 +113,10 @@ def test_documents_come_in_several_shapes(
     assert search(client, "a") == [[expected]]
 
 
-def test_servers_take_turns_and_one_that_is_away_is_left_alone(server: StandInRetriever) -> None:
+def test_servers_take_turns_and_one_that_is_away_is_left_alone(
+    server: StandInRetriever, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retrieval_client, "FIRST_PAUSE_S", retrieval_client.LONGEST_PAUSE_S)  # for slow machines
     other, away = StandInRetriever(), StandInRetriever()
     away.stop()
     client = RetrievalClient([server.url, away.url, other.url], patience_s=5)
