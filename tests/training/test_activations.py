@@ -234,6 +234,7 @@ def memory(key: str) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("memory")  # of a fork of who has run other tests it is more: CI repeats it alone
 def test_a_long_trajectory_needs_the_feed_forward_memory_of_its_chunks() -> None:
     """Plain, every layer keeps about four of the feed-forward's width for each token; checkpointed, one layer does; in
     chunks, 100 tokens do."""
