@@ -1,0 +1,10 @@
+"""Upper bounds on time in tests. A slow or busy machine multiplies all of them at once."""
+
+import os
+
+PATIENCE = float(os.environ.get("CORRAL_TEST_PATIENCE", "1"))
+"""`.ci/run` sets it to 5. A bound that is met costs nothing, however large it is."""
+
+
+def within(seconds: float) -> float:
+    return seconds * PATIENCE
