@@ -9,6 +9,9 @@ import gc
 from importlib import import_module
 from importlib.util import find_spec
 
+RAY_NEEDS = ("requests", "jsonschema", "google.protobuf.json_format")
+"""What takes a third of the time to import Ray, which each of its workers does."""
+OPTIONAL = ("fastapi", "openai.types.chat", "pandas", "peft", *RAY_NEEDS)
 gc.disable()
 for name in (
     "pytest",
@@ -23,7 +26,7 @@ for name in (
     "corral.runtime.model_workers",
     "corral.runtime.rollout_worker",
     "torch.distributed.tensor",
-    *(name for name in ("fastapi", "openai.types.chat", "pandas", "peft") if find_spec(name.partition(".")[0])),
+    *(name for name in OPTIONAL if find_spec(name.partition(".")[0])),
 ):
     import_module(name)
 migrations = import_module("corral.migrate.config_sources")
