@@ -38,6 +38,10 @@ test-slow: .venv/.installed-dev  ## the rest: long runs, and clusters of namespa
 
 test-all: test test-slow  ## both
 
+.PHONY: mutate
+mutate: .venv/.installed-dev  ## break the code in known places, and see which fast test notices (ROOM=data: corral/data)
+	$(BIN)/python tests/mutate.py $(ROOM)
+
 lint: .venv/.installed-dev  ## ruff (rules and format) and mypy
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
