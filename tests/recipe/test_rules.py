@@ -231,10 +231,7 @@ def test_several_sources_are_part_of_the_plan(load):
         (["data.train.sources.b.filters={rate: [1, 0]}"], "`data.train.sources.b.filters.rate: [1, 0]` leaves nothing"),
         (["data.validation.sources.x={path: x, weight: 1}"], "`data.validation.sources.x.weight` has no effect"),
         (["data.curriculum.descending=true"], "`data.curriculum.descending` has no effect: there is no"),
-        (
-            ["algorithm.name=sft", "data.curriculum.descending=true"],
-            "`data.curriculum.descending` has no effect: there is",
-        ),
+        (["algorithm.name=sft", "data.curriculum.descending=true"], "`data.curriculum.descending` has no effect: "),
         (["data.curriculum.others=0.5"], "`data.curriculum.others` has no effect: there is no"),
         (["data.curriculum.solved_reward=2"], "`data.curriculum.solved_reward` has no effect: there is no"),
         (["data.curriculum.mean_reward=[1, 0]"], "`data.curriculum.mean_reward: [1, 0]` has no reward in it"),
@@ -417,10 +414,7 @@ def test_two_nodes_have_no_memory_in_common(load):
         (f"{TOGETHER} train.parallel.pipeline=3", "pipeline 3 = 3 does not divide the 4 devices of actor"),
         (f"{TOGETHER} train.parallel.context=3", "context 3 = 3 does not divide the 4 devices of actor"),
         (f"{TOGETHER} train.parallel.shard=1", "shard 1 = 1 is not the 4 devices of actor"),
-        (
-            f"{TOGETHER} train.parallel.shard=2 train.parallel.expert=4",
-            "shard 2 x expert 4 = 8 is not the 4 devices of actor",
-        ),
+        (f"{TOGETHER} train.parallel.shard=2 train.parallel.expert=4", "shard 2 x expert 4 = 8 is not the 4 devices"),
         (f"{TOGETHER} algorithm.name=ppo train.parallel.tensor=3", "tensor 3 = 3 does not divide the 4 devices of"),
         (
             "algorithm.name=ppo cluster.devices_per_node=4 train.parallel.tensor=2 "
@@ -465,7 +459,7 @@ def test_parameters_and_gradients_are_offloaded_together(load, part):
         ("optimizer.warmup_ratio=0.05", "`optimizer.warmup_ratio: 0.05` of 10 updates is less than one"),
         (
             "algorithm.name=ppo critic.optimizer.warmup_ratio=0.05",
-            "`critic.optimizer.warmup_ratio: 0.05` of 10 updates is less than one",
+            "`critic.optimizer.warmup_ratio: 0.05` of 10 updates",
         ),
         ("checkpoint.every=11", "`checkpoint.every: 11` is more than the 10 steps"),
         (f"{VALIDATED} validation.every=11", "`validation.every: 11` is more than the 10 steps"),
@@ -522,26 +516,14 @@ def test_all_problems_are_reported_at_once(load):
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (
-            "rollout.engine=vllm rollout.temperature=0.7 rollout.top_p=0.9",
-            "its log-probs are either those before the temperature or those after the exclusion of tokens",
-        ),
-        (
-            f"rollout.engine.tensor_parallel=2 {APART}",
-            "with native each device has a whole model; one that does not fit is for `rollout.engine: vllm`",
-        ),
-        (
-            "rollout.engine=vllm rollout.engine.tensor_parallel=2 cluster.devices_per_node=3",
-            "`rollout.engine.tensor_parallel: 2` does not divide the 3 devices of the rollout",
-        ),
+        ("rollout.engine=vllm rollout.temperature=0.7 rollout.top_p=0.9", "those after the exclusion of tokens"),
+        (f"rollout.engine.tensor_parallel=2 {APART}", "one that does not fit is for `rollout.engine: vllm`"),
+        ("rollout.engine=vllm rollout.engine.tensor_parallel=2 cluster.devices_per_node=3", "not divide the 3 devices"),
         (
             "rollout.engine=vllm rollout.engine.tensor_parallel=2 cluster.nodes=2 cluster.devices_per_node=3",
             "an engine would have devices 2-3, which are on several nodes",
         ),
-        (
-            "rollout.engine=vllm algorithm.old_logprobs=engine",
-            "leaves the correction without effect that `rollout.engine: vllm` brings with it (token_tis)",
-        ),
+        ("rollout.engine=vllm algorithm.old_logprobs=engine", "that `rollout.engine: vllm` brings with it (token_tis)"),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused(load, overrides, problem):
