@@ -457,10 +457,7 @@ def test_parameters_and_gradients_are_offloaded_together(load, part):
         ("algorithm.name=ppo critic.warmup_steps=10", "`critic.warmup_steps: 10` covers all 10 steps"),
         ("optimizer.warmup_steps=10", "`optimizer.warmup_steps: 10` covers all 10 updates"),
         ("optimizer.warmup_ratio=0.05", "`optimizer.warmup_ratio: 0.05` of 10 updates is less than one"),
-        (
-            "algorithm.name=ppo critic.optimizer.warmup_ratio=0.05",
-            "`critic.optimizer.warmup_ratio: 0.05` of 10 updates",
-        ),
+        ("algorithm.name=ppo critic.optimizer.warmup_ratio=0.05", "`critic.optimizer.warmup_ratio: 0.05` of 10"),
         ("checkpoint.every=11", "`checkpoint.every: 11` is more than the 10 steps"),
         (f"{VALIDATED} validation.every=11", "`validation.every: 11` is more than the 10 steps"),
         (f"{VALIDATED} validation.samples_per_prompt=4", "`validation.samples_per_prompt: 4` with"),
@@ -579,10 +576,7 @@ def test_what_is_for_rows_is_refused_with_rollouts(load, overrides, expected):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (
-            "algorithm.name=dpo algorithm.loss=nll",
-            "trains on answers of rows, and the loss nll is not of pairs of them",
-        ),
+        ("algorithm.name=dpo algorithm.loss=nll", "on answers of rows, and the loss nll is not of pairs of them"),
         ("algorithm.name=sft algorithm.loss=dpo", "trains on answers of rows, and the loss dpo is of pairs of them"),
         ("algorithm.loss=dpo", "`algorithm.name: grpo` trains on rollouts"),
         ("algorithm.name=sft data.chosen_key=good", "`data.chosen_key` has no effect: sft trains on one answer"),
