@@ -161,7 +161,7 @@ def copy_tree(copy: Path) -> None:
 
 def first_failure(tree: Path, *tests: Path | str) -> str | None:
     """The first of the fast tests that fails; None: all pass."""
-    options = ["-n", "0", "-x", "--tb=no", "-rf", "-p", "no:cacheprovider", "-m", "not slow and not lab"]
+    options = ["-n", "0", "-x", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-m", "not slow and not lab"]
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", *options, *tests],
         cwd=tree,
@@ -176,7 +176,7 @@ def first_failure(tree: Path, *tests: Path | str) -> str | None:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise RuntimeError(f"the tests had not ended after {LIMIT_S:.0f} s") from None
-    failed = re.search(r"^FAILED (.+?)(?: - .*)?$", output, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?::.+?)(?: - .*)?$", output, re.MULTILINE)
     if process.returncode != (failed is not None):
         raise RuntimeError(f"pytest ended with {process.returncode}: {output[-1000:]}")
     return failed and failed[1]
