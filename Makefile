@@ -44,6 +44,10 @@ test: .venv/.installed-dev  ## install, then run the tests that need no root and
 test-all: .venv/.installed-dev  ## all tests: long runs, clusters of namespaces, Slurm, containers (needs root; an hour)
 	$(VERDICT) $(ARGS)
 
+.PHONY: mutate
+mutate: .venv/.installed-dev  ## break the code in known places, and see which fast test notices (ROOM=data: corral/data)
+	$(BIN)/python tests/mutate.py $(ROOM)
+
 lint: .venv/.installed-dev  ## ruff (rules and format) and mypy
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)

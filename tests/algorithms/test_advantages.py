@@ -356,11 +356,13 @@ def test_an_estimator_declared_to_work_group_by_group_gives_the_same_bits_for_a_
 
 
 @pytest.mark.parametrize("name", [name for name, declared in ADVANTAGES.items() if declared.needs.whole_batch])
-def test_a_statistic_over_the_batch_is_refused_where_it_was_not_declared(name: str) -> None:
+@pytest.mark.parametrize("origin", ["", "file.py:"])
+def test_a_statistic_over_the_batch_is_refused_where_it_was_not_declared(name: str, origin: str) -> None:
+    """Of the user's own estimators too, which are handed one group at a time."""
     batch = outcome_batch([1.0, 0.0, 0.5, 1.0], [0, 0, 1, 1])
     batch = replace(batch, values=batch.token_rewards)
     declared = ADVANTAGES[name]
-    wrong = replace(declared, needs=replace(declared.needs, whole_batch=False))
+    wrong = replace(declared, name=origin + name, needs=replace(declared.needs, whole_batch=False))
     with pytest.raises(ValueError, match=r"declare it with Needs\(whole_batch=True\)"):
         compute_advantages(AlgorithmPart(wrong, wrong.options()), batch)
 

@@ -138,6 +138,12 @@ def test_a_resumed_sampler_of_several_sources_loses_and_doubles_nothing(
     assert whole == resumed.with_ids(range(len(taken) + after))
 
 
+def test_sources_of_equal_length_are_shuffled_differently() -> None:
+    prompts = Sampler([SampledSource(100), SampledSource(100)], seed=0, shuffle=True).next(200)
+    first, second = ([p.index % 100 for p in prompts if p.index // 100 == source] for source in range(2))
+    assert first != second
+
+
 def test_three_sources_take_turns_by_their_weights() -> None:
     sampler = Sampler([SampledSource(2, 2.0), SampledSource(9, 1.0), SampledSource(9, 1.0)], seed=0, shuffle=False)
     assert [prompt.index for prompt in sampler.next(8)] == [0, 2, 11, 1, 0, 3, 12, 1]

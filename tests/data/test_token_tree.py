@@ -122,6 +122,16 @@ def test_a_batch_puts_each_turns_reward_on_its_last_token() -> None:
     assert batch.token_rewards.tolist() == [0, 0.5, 0, 0, 0.25, 0, 1.0]
 
 
+def test_chosen_trajectories_are_a_batch_as_if_there_were_no_others() -> None:
+    masked = {1: "length", 2: "length"}
+    trajectories = [
+        replace(make_trajectory([i], [5] * (i + 1), group=i, reward=i), mask_reason=masked.get(i), is_chosen=i == 2)
+        for i in range(4)
+    ]
+    alone = Batch.of([trajectories[2], trajectories[0]])
+    np.testing.assert_equal(vars(Batch.of(trajectories).take([2, 0])), vars(alone))
+
+
 def test_targets_are_the_generated_tokens_of_each_trajectory() -> None:
     batch = Batch.of([make_trajectory([1, 2], [3, 4]), make_trajectory([1, 2], [3, 5])])
     (pack,) = batch.pack(100)

@@ -15,6 +15,7 @@ from conftest import Load
 from corral.recipe.default_mesh import UNKNOWN
 from corral.recipe.errors import RecipeError
 from corral.recipe.link_traffic import Traffic, link_traffic
+from corral.recipe.memory import GIB
 from corral.recipe.mesh import MeshShape, deal_layers, other_ranks_of_token
 from corral.recipe.plan import Plan, make_plan
 from corral.recipe.shape import SMOLLM2_135M, ModelShape
@@ -40,6 +41,16 @@ def test_a_model_is_sharded_no_further_than_it_has_to_be(
     plan = make_plan(load(*OF_80_GIB, *engine), shape)
     assert plan.meshes["actor"] == mesh
     assert f"mesh     {reason}" in plan.text()
+
+
+@pytest.mark.parametrize(("filled", "replicate"), [(0.89, 32), (0.91, 4)])
+def test_a_tenth_of_a_device_is_left_for_what_the_estimate_leaves_out(
+    load: Load, filled: float, replicate: int
+) -> None:
+    whole = make_plan(load(*OF_80_GIB, "rollout.max_sequences=32", "train.parallel.replicate=32"), SMOLLM2_135M)
+    needed = max(total for group in whole.memory for total in group.totals.values()) / GIB
+    plan = make_plan(load(*OF_80_GIB, f"cluster.device_memory={needed / filled}"), SMOLLM2_135M)
+    assert plan.meshes["actor"].replicate == replicate
 
 
 def test_a_mesh_that_is_written_is_kept(load: Load) -> None:

@@ -147,38 +147,26 @@ def test_only_a_name_leaves_the_options_to_be_objected_to(problems):
 
 
 @pytest.mark.parametrize(
+    ("override", "part", "hint"),
+    [
+        ("algorithm.loss.tau_positive=1", "loss ppo", "are clip_low, clip_high, dual_clip; it is an option of sapo"),
+        ("algorithm.advantage.gamma=0.9", "advantage grpo", "; it is an option of gae, reinforce, reinforce_plus_plus"),
+        ("algorithm.loss.clip_lo=0.1", "loss ppo", "are clip_low, clip_high, dual_clip; did you mean `clip_low`?"),
+        ("algorithm.correction.cap=2", "correction none", "an option of token_tis, sequence_tis, icepop, rejection"),
+        ("algorithm.kl.controller.target=1", "KL controller fixed", "has no options; it is an option of adaptive"),
+        ("algorithm.aggregation.norm=1", "aggregation token_mean", "; it is an option of seq_mean_token_sum_norm"),
+    ],
+)
+def test_an_option_of_another_part_is_a_problem(problems, override, part, hint):
+    (problem,) = problems(override)
+    key = override.partition("=")[0]
+    assert problem.startswith(f"override {override}: `{key}` is not an option of the {part}, ")
+    assert problem.endswith(hint)
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
-        (
-            "algorithm.loss.tau_positive=1",
-            "`algorithm.loss.tau_positive` is not an option of the loss ppo, whose options are clip_low, clip_high, "
-            "dual_clip; it is an option of sapo",
-        ),
-        (
-            "algorithm.advantage.gamma=0.9",
-            "`algorithm.advantage.gamma` is not an option of the advantage grpo, which has no options; it is an option "
-            "of gae, reinforce, reinforce_plus_plus",
-        ),
-        (
-            "algorithm.loss.clip_lo=0.1",
-            "`algorithm.loss.clip_lo` is not an option of the loss ppo, whose options are clip_low, clip_high, "
-            "dual_clip; did you mean `clip_low`?",
-        ),
-        (
-            "algorithm.correction.cap=2",
-            "`algorithm.correction.cap` is not an option of the correction none, which has no options; it is an option "
-            "of token_tis, sequence_tis, icepop, rejection",
-        ),
-        (
-            "algorithm.kl.controller.target=1",
-            "`algorithm.kl.controller.target` is not an option of the KL controller fixed, which has no options; it is "
-            "an option of adaptive",
-        ),
-        (
-            "algorithm.aggregation.norm=1",
-            "`algorithm.aggregation.norm` is not an option of the aggregation token_mean, which has no options; it is "
-            "an option of seq_mean_token_sum_norm",
-        ),
         ("algorithm.loss.clip_low=-1", "`algorithm.loss.clip_low: -1` should be a number, at least 0"),
         ("algorithm.loss.dual_clip=true", "`algorithm.loss.dual_clip: true` should be a number, above 1 or null"),
         ("algorithm.loss.clip_low=.inf", "`algorithm.loss.clip_low: Infinity` should be a number, at least 0"),
@@ -189,7 +177,7 @@ def test_only_a_name_leaves_the_options_to_be_objected_to(problems):
         ),
     ],
 )
-def test_an_option_of_another_part_or_with_a_wrong_value_is_a_problem(problems, override, message):
+def test_an_option_with_a_wrong_value_is_a_problem(problems, override, message):
     assert problems(override) == [f"override {override}: {message}"]
 
 
@@ -242,40 +230,26 @@ def test_a_function_that_was_not_declared_is_expected_to_need_most(load, own):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("override", "message"),
     [
+        ("algorithm.loss=own.py:mine", "`algorithm.loss.scale` is missing: the loss own.py:mine has no default"),
+        ("algorithm.loss={name: 'own.py:mine', scale: x}", "`algorithm.loss.scale: x` should be a number"),
         (
-            ["algorithm.loss=own.py:mine"],
-            "`algorithm.loss.scale` is missing: the loss own.py:mine has no default for it",
-        ),
-        (
-            ["algorithm.loss={name: 'own.py:mine', scale: x}"],
-            "`algorithm.loss.scale: x` should be a number",
-        ),
-        (
-            ["algorithm.loss={name: 'own.py:mine', scale: 1, size: 2}"],
+            "algorithm.loss={name: 'own.py:mine', scale: 1, size: 2}",
             "`algorithm.loss.size` is not an option of the loss own.py:mine, whose options are scale, power",
         ),
-        (
-            ["algorithm.loss=own.py:my_advantage"],
-            "algorithm.loss: `own.py:my_advantage` is declared as an advantage, not as a loss",
-        ),
-        (["algorithm.loss=own.py:NOT_A_FUNCTION"], "algorithm.loss: `own.py:NOT_A_FUNCTION` is not a function"),
-        (
-            ["algorithm.loss=own.py:of_two"],
-            "algorithm.loss: `own.py:of_two` needs one argument, or to be declared with @corral.loss",
-        ),
-        (["algorithm.loss=own.py:mime"], "algorithm.loss: `own.py` has no `mime`; did you mean `mine`?"),
-        (["algorithm.loss=nowhere:mine"], "algorithm.loss: there is no module `nowhere` here or among the installed"),
-        (
-            ["algorithm.loss.scale=1"],
-            "`algorithm.loss.scale` is not an option of the loss ppo",
-        ),
+        ("algorithm.loss=own.py:my_advantage", "`own.py:my_advantage` is declared as an advantage, not as a loss"),
+        ("algorithm.loss=own.py:NOT_A_FUNCTION", "algorithm.loss: `own.py:NOT_A_FUNCTION` is not a function"),
+        ("algorithm.loss=own.py:of_two", "`own.py:of_two` needs one argument, or to be declared with @corral.loss"),
+        ("algorithm.loss=own.py:mime", "algorithm.loss: `own.py` has no `mime`; did you mean `mine`?"),
+        ("algorithm.loss=nowhere:mine", "algorithm.loss: there is no module `nowhere` here or among the installed"),
+        ("algorithm.loss.scale=1", "`algorithm.loss.scale` is not an option of the loss ppo"),
     ],
 )
-def test_what_is_wrong_with_a_users_part_is_found_when_the_recipe_is_loaded(problems, own, overrides, message):
-    (problem,) = problems(*overrides)
+def test_what_is_wrong_with_a_users_part_is_found_when_the_recipe_is_loaded(problems, own, override, message):
+    (problem,) = problems(override)
     assert message in problem
+    assert "algorithm.loss" in problem
 
 
 def test_declaring_a_function_of_a_users_adds_no_name_for_others(load, own):

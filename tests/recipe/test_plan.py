@@ -19,10 +19,8 @@ def lines_of(recipe, **options):
 
 
 def test_the_plan_says_the_batch_in_words(load):
-    assert (
-        "64 prompts x 8 samples = 512 trajectories -> 4 updates of 128 on 1 trainer, up to 16384 tokens per micro-batch"
-        in lines_of(load(*BATCH, "batch.updates_per_step=4"))
-    )
+    words = "64 prompts x 8 samples = 512 trajectories -> 4 updates of 128 on 1 trainer, up to 16384 tokens"
+    assert any(line.startswith(words) for line in lines_of(load(*BATCH, "batch.updates_per_step=4")))
 
 
 def test_the_plan_counts_trainers(load):
@@ -139,34 +137,20 @@ APART = ["cluster.devices_per_node=2", "cluster.placement={actor: 0, reference: 
 @pytest.mark.parametrize(
     ("overrides", "mode", "words"),
     [
-        ([], "synchronous", "synchronous: rollout of a step, then training on it, then rollout of the next one"),
-        (
-            [*APART, "schedule.pipelined=true"],
-            "pipelined",
-            "pipelined: finished samples are trained on as they come in; the next step waits for the new weights",
-        ),
-        (
-            [*APART, "schedule.pipelined=true", "batch.ppo_epochs=2"],
-            "pipelined",
-            "pipelined: finished samples are trained on when the step is complete; log-probs are computed as they come "
-            "in; the next step waits for the new weights",
-        ),
-        (
-            [*APART, "schedule.max_staleness=1"],
-            "async",
-            "async: rollout up to 1 version ahead of training, corrected with token_tis",
-        ),
+        ([], "synchronous", "then training on it"),
+        ([*APART, "schedule.pipelined=true"], "pipelined", "trained on as they come in; the next step waits"),
+        ([*APART, "schedule.pipelined=true", "batch.ppo_epochs=2"], "pipelined", "log-probs are computed as they come"),
+        ([*APART, "schedule.max_staleness=1"], "async", "1 version ahead of training, corrected with token_tis"),
         (
             [*APART, "schedule.max_staleness=3", "schedule.pipelined=true", "algorithm.correction.name=none"],
             "async",
-            "async: rollout up to 3 versions ahead of training, without a correction; finished samples are trained on "
-            "as they come in",
+            "3 versions ahead of training, without a correction; finished samples are trained on as they come in",
         ),
     ],
 )
 def test_the_plan_says_when_what_happens(load, overrides, mode, words):
     recipe = load(*overrides)
-    assert words in lines_of(recipe)
+    assert any(line.startswith(f"{mode}: ") and words in line for line in lines_of(recipe))
     assert make_plan(recipe).as_dict()["schedule"]["mode"] == mode
 
 
@@ -180,10 +164,7 @@ def test_a_plan_that_runs_ahead_recomputes_and_corrects(load):
     ("overrides", "words"),
     [
         ([], "shared: nothing travels, the engine decodes with the trainer's own tensors"),
-        (
-            ["cluster.devices_per_node=2"],
-            "shared: gathered from the shards within each process, for engines that have no memory while training",
-        ),
+        (["cluster.devices_per_node=2"], "shared: gathered from the shards within each process"),
         (APART, "collective: broadcast to the engines"),
         ([*APART, "cluster.transfer=ipc"], "ipc: through memory of the node that trainers and engines map"),
         (["cluster.nodes=2", "cluster.placement={actor: 0, rollout: 1}"], "collective: broadcast to the engines"),
@@ -192,7 +173,7 @@ def test_a_plan_that_runs_ahead_recomputes_and_corrects(load):
 )
 def test_the_plan_says_how_weights_travel(load, overrides, words):
     recipe = load(*overrides)
-    assert f"weights  {words}" in lines_of(recipe)
+    assert any(line.startswith(f"weights  {words}") for line in lines_of(recipe))
     assert make_plan(recipe).as_dict()["cluster"]["transfer"] == words.split(":")[0]
 
 

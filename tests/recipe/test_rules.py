@@ -32,99 +32,67 @@ def test_any_algorithm_can_be_put_in_by_name_where_nothing_else_is_said_about_it
     assert check(load(f"algorithm.name={name}", *teacher)) == []
 
 
-# --- keys without effect: (overrides, key, part of the reason)
+# --- keys without effect: (overrides, of which the last one has none, part of the reason)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "key", "reason"),
+    ("overrides", "reason"),
     [
-        ("algorithm.kl.coefficient=0.1", "algorithm.kl.coefficient", "there is no KL in this recipe"),
-        ("rollout.engine.memory_fraction=0.3", "rollout.engine.memory_fraction", "only vllm and sglang have it"),
-        ("rollout.engine.python=x", "rollout.engine.python", "the native engine runs in the trainers' process"),
+        ("algorithm.kl.coefficient=0.1", "there is no KL in this recipe"),
+        ("rollout.engine.memory_fraction=0.3", "only vllm and sglang have it"),
+        ("rollout.engine.python=x", "the native engine runs in the trainers' process"),
+        ("rollout.engine=vllm rollout.engine.own_process=true", "vllm always has a process of its own"),
+        ("algorithm.kl.estimator=k1", "there is no KL in this recipe"),
+        ("algorithm.kl.controller=fixed", "there is no KL in this recipe"),
+        ("reference.path=x", "there is no KL in this recipe"),
+        ("critic.path=x", "the advantage grpo needs no critic"),
+        ("critic.value_clip=0.2", "the advantage grpo needs no critic"),
+        ("critic.optimizer.learning_rate=1", "the advantage grpo needs no critic"),
+        ("algorithm.old_logprobs=recompute algorithm.max_mean_ratio=2", "the ratios of the first are 1"),
+        ("environments.quiz.weight=2", "only `path: boards` is mixed by weights"),
+        (f"{GAMES} environments.lake.validation_weight=2", "only `data.validation.path: boards` is mixed by weights"),
         (
-            "rollout.engine=vllm rollout.engine.own_process=true",
-            "rollout.engine.own_process",
-            "vllm always has a process of its own",
-        ),
-        ("algorithm.kl.estimator=k1", "algorithm.kl.estimator", "there is no KL in this recipe"),
-        ("algorithm.kl.controller=fixed", "algorithm.kl.controller", "there is no KL in this recipe"),
-        ("reference.path=x", "reference.path", "there is no KL in this recipe"),
-        ("critic.path=x", "critic.path", "the advantage grpo needs no critic"),
-        ("critic.value_clip=0.2", "critic.value_clip", "the advantage grpo needs no critic"),
-        ("critic.optimizer.learning_rate=1", "critic.optimizer.learning_rate", "the advantage grpo needs no critic"),
-        (
-            "algorithm.max_mean_ratio=2 algorithm.old_logprobs=recompute",
-            "algorithm.max_mean_ratio",
-            "a step has one update, and with `algorithm.old_logprobs: recompute` the ratios of the first are 1",
-        ),
-        (
-            "environments.quiz.weight=2",
-            "environments.quiz.weight",
-            "only `path: boards` is mixed by weights",
-        ),
-        (
-            f"{GAMES} environments.lake.validation_weight=2",
-            "environments.lake.validation_weight",
-            "only `data.validation.path: boards` is mixed by weights",
-        ),
-        (
-            f"{GAMES_TO_VALIDATE} data.train.path=rows.jsonl environments.lake.weight=2 "
-            "environments.lake.validation_weight=1",
-            "environments.lake.weight",
+            f"{GAMES_TO_VALIDATE} data.train.path=rows.jsonl environments.lake.validation_weight=1 "
+            "environments.lake.weight=2",
             "only boards to validate on, and `environments.lake.validation_weight` says how many",
         ),
-        ("algorithm.dynamic_sampling.max_rounds=3", "algorithm.dynamic_sampling.max_rounds", "dynamic sampling is off"),
-        ("validation.every=5", "validation.every", "there is no `data.validation`"),
-        ("validation.before_training=false", "validation.before_training", "there is no `data.validation`"),
-        (f"{VALIDATED} validation.top_p=0.9", "validation.top_p", "the most likely token is taken"),
-        ("data.train.size=5", "data.train.size", "rows in files are not generated"),
-        ("data.train.seed=5", "data.train.seed", "rows in files are not generated"),
-        ("data.train.options.x=5", "data.train.options", "rows in files are not generated"),
-        ("data.train.split=test", "data.train.split", "only hub data sets"),
-        ("data.train.subset=main", "data.train.subset", "only hub data sets"),
-        (f"{VALIDATED} data.validation.size=5", "data.validation.size", "rows in files are not generated"),
-        ("data.train.path=hf:a/b data.train.size=5", "data.train.size", "a hub data set is not generated"),
-        ("data.train.path=module:function data.train.size=5", "data.train.size", "a function gets its arguments"),
-        ("data.train.path=arithmetic:addition data.train.split=x", "data.train.split", "only hub data sets"),
-        ("data.chat=false data.system=x", "data.system", "with `data.chat: false` there is no chat"),
-        ("data.chat=false model.chat_template=x", "model.chat_template", "with `data.chat: false` there is no chat"),
-        (
-            "optimizer.min_learning_rate_ratio=0.1",
-            "optimizer.min_learning_rate_ratio",
-            "`optimizer.schedule` is constant",
-        ),
-        (
-            "algorithm.name=ppo critic.optimizer.min_learning_rate_ratio=0.1",
-            "critic.optimizer.min_learning_rate_ratio",
-            "`critic.optimizer.schedule` is constant",
-        ),
-        ("environment.timeout_s=5", "environment.timeout_s", "`environment.reward.timeout_s`"),
-        (
-            "environment.name=search environment.timeout_s=5",
-            "environment.timeout_s",
-            "`environment.options.patience_s`",
-        ),
-        (
-            "environment.name=tools environment.timeout_s=5",
-            "environment.timeout_s",
-            "`environment.options.tool_timeout_s`",
-        ),
-        ("environment.name=agent environment.processes=2", "environment.processes", "agent does not block"),
-        ("logging.project=x", "logging.project", "none of `logging.trackers` has projects"),
-        ("checkpoint.best=validation/mean@1", "checkpoint.best", "there is no `data.validation`"),
-        ("logging.tracked_samples=3", "logging.tracked_samples", "names no tracker but the console"),
-        ("logging.names=verl", "logging.names", "`logging.trackers` names no tracker but the console"),
-        ("schedule.pipelined=true", "schedule.pipelined", "actor and rollout share their devices"),
-        (f"schedule.pipelined=true {TOGETHER}", "schedule.pipelined", "give rollout devices of its own"),
-        ("cluster.runtime=local cluster.address=a:1", "cluster.address", "there is no cluster, only this process"),
-        ("cluster.runtime=local cluster.nodes=1", "cluster.nodes", "there is no cluster"),
-        ("cluster.runtime=local cluster.max_restarts=1", "cluster.max_restarts", "there is no cluster"),
-        ('cluster.runtime=local cluster.placement={"actor,rollout":0}', "cluster.placement", "there is no cluster"),
+        ("algorithm.dynamic_sampling.max_rounds=3", "dynamic sampling is off"),
+        ("validation.every=5", "there is no `data.validation`"),
+        ("validation.before_training=false", "there is no `data.validation`"),
+        (f"{VALIDATED} validation.top_p=0.9", "the most likely token is taken"),
+        ("data.train.size=5", "rows in files are not generated"),
+        ("data.train.seed=5", "rows in files are not generated"),
+        ('data.train.options={"x":5}', "rows in files are not generated"),
+        ("data.train.split=test", "only hub data sets"),
+        ("data.train.subset=main", "only hub data sets"),
+        (f"{VALIDATED} data.validation.size=5", "rows in files are not generated"),
+        ("data.train.path=hf:a/b data.train.size=5", "a hub data set is not generated"),
+        ("data.train.path=module:function data.train.size=5", "a function gets its arguments"),
+        ("data.train.path=arithmetic:addition data.train.split=x", "only hub data sets"),
+        ("data.chat=false data.system=x", "with `data.chat: false` there is no chat"),
+        ("data.chat=false model.chat_template=x", "with `data.chat: false` there is no chat"),
+        ("optimizer.min_learning_rate_ratio=0.1", "`optimizer.schedule` is constant"),
+        ("algorithm.name=ppo critic.optimizer.min_learning_rate_ratio=0.1", "`critic.optimizer.schedule` is constant"),
+        ("environment.timeout_s=5", "`environment.reward.timeout_s`"),
+        ("environment.name=search environment.timeout_s=5", "`environment.options.patience_s`"),
+        ("environment.name=tools environment.timeout_s=5", "`environment.options.tool_timeout_s`"),
+        ("environment.name=agent environment.processes=2", "agent does not block"),
+        ("logging.project=x", "none of `logging.trackers` has projects"),
+        ("checkpoint.best=validation/mean@1", "there is no `data.validation`"),
+        ("logging.tracked_samples=3", "names no tracker but the console"),
+        ("logging.names=verl", "`logging.trackers` names no tracker but the console"),
+        ("schedule.pipelined=true", "actor and rollout share their devices"),
+        (f"{TOGETHER} schedule.pipelined=true", "give rollout devices of its own"),
+        ("cluster.runtime=local cluster.address=a:1", "there is no cluster, only this process"),
+        ("cluster.runtime=local cluster.nodes=1", "there is no cluster"),
+        ("cluster.runtime=local cluster.max_restarts=1", "there is no cluster"),
+        ('cluster.runtime=local cluster.placement={"actor,rollout":0}', "there is no cluster"),
     ],
 )
-def test_a_key_that_would_have_no_effect_is_a_problem_that_says_why(load, overrides, key, reason):
+def test_a_key_that_would_have_no_effect_is_a_problem_that_says_why(load, overrides, reason):
+    *_, last = overrides.split()
     (problem,) = problems_of(load(*overrides.split()))
-    assert problem.startswith(f"`{key}` has no effect: ")
+    assert problem.startswith(f"`{last.partition('=')[0]}` has no effect: ")
     assert reason in problem
 
 
@@ -263,10 +231,7 @@ def test_several_sources_are_part_of_the_plan(load):
         (["data.train.sources.b.filters={rate: [1, 0]}"], "`data.train.sources.b.filters.rate: [1, 0]` leaves nothing"),
         (["data.validation.sources.x={path: x, weight: 1}"], "`data.validation.sources.x.weight` has no effect"),
         (["data.curriculum.descending=true"], "`data.curriculum.descending` has no effect: there is no"),
-        (
-            ["algorithm.name=sft", "data.curriculum.descending=true"],
-            "`data.curriculum.descending` has no effect: there is",
-        ),
+        (["algorithm.name=sft", "data.curriculum.descending=true"], "`data.curriculum.descending` has no effect: "),
         (["data.curriculum.others=0.5"], "`data.curriculum.others` has no effect: there is no"),
         (["data.curriculum.solved_reward=2"], "`data.curriculum.solved_reward` has no effect: there is no"),
         (["data.curriculum.mean_reward=[1, 0]"], "`data.curriculum.mean_reward: [1, 0]` has no reward in it"),
@@ -449,10 +414,7 @@ def test_two_nodes_have_no_memory_in_common(load):
         (f"{TOGETHER} train.parallel.pipeline=3", "pipeline 3 = 3 does not divide the 4 devices of actor"),
         (f"{TOGETHER} train.parallel.context=3", "context 3 = 3 does not divide the 4 devices of actor"),
         (f"{TOGETHER} train.parallel.shard=1", "shard 1 = 1 is not the 4 devices of actor"),
-        (
-            f"{TOGETHER} train.parallel.shard=2 train.parallel.expert=4",
-            "shard 2 x expert 4 = 8 is not the 4 devices of actor",
-        ),
+        (f"{TOGETHER} train.parallel.shard=2 train.parallel.expert=4", "shard 2 x expert 4 = 8 is not the 4 devices"),
         (f"{TOGETHER} algorithm.name=ppo train.parallel.tensor=3", "tensor 3 = 3 does not divide the 4 devices of"),
         (
             "algorithm.name=ppo cluster.devices_per_node=4 train.parallel.tensor=2 "
@@ -495,10 +457,7 @@ def test_parameters_and_gradients_are_offloaded_together(load, part):
         ("algorithm.name=ppo critic.warmup_steps=10", "`critic.warmup_steps: 10` covers all 10 steps"),
         ("optimizer.warmup_steps=10", "`optimizer.warmup_steps: 10` covers all 10 updates"),
         ("optimizer.warmup_ratio=0.05", "`optimizer.warmup_ratio: 0.05` of 10 updates is less than one"),
-        (
-            "algorithm.name=ppo critic.optimizer.warmup_ratio=0.05",
-            "`critic.optimizer.warmup_ratio: 0.05` of 10 updates is less than one",
-        ),
+        ("algorithm.name=ppo critic.optimizer.warmup_ratio=0.05", "`critic.optimizer.warmup_ratio: 0.05` of 10"),
         ("checkpoint.every=11", "`checkpoint.every: 11` is more than the 10 steps"),
         (f"{VALIDATED} validation.every=11", "`validation.every: 11` is more than the 10 steps"),
         (f"{VALIDATED} validation.samples_per_prompt=4", "`validation.samples_per_prompt: 4` with"),
@@ -554,26 +513,14 @@ def test_all_problems_are_reported_at_once(load):
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (
-            "rollout.engine=vllm rollout.temperature=0.7 rollout.top_p=0.9",
-            "its log-probs are either those before the temperature or those after the exclusion of tokens",
-        ),
-        (
-            f"rollout.engine.tensor_parallel=2 {APART}",
-            "with native each device has a whole model; one that does not fit is for `rollout.engine: vllm`",
-        ),
-        (
-            "rollout.engine=vllm rollout.engine.tensor_parallel=2 cluster.devices_per_node=3",
-            "`rollout.engine.tensor_parallel: 2` does not divide the 3 devices of the rollout",
-        ),
+        ("rollout.engine=vllm rollout.temperature=0.7 rollout.top_p=0.9", "those after the exclusion of tokens"),
+        (f"rollout.engine.tensor_parallel=2 {APART}", "one that does not fit is for `rollout.engine: vllm`"),
+        ("rollout.engine=vllm rollout.engine.tensor_parallel=2 cluster.devices_per_node=3", "not divide the 3 devices"),
         (
             "rollout.engine=vllm rollout.engine.tensor_parallel=2 cluster.nodes=2 cluster.devices_per_node=3",
             "an engine would have devices 2-3, which are on several nodes",
         ),
-        (
-            "rollout.engine=vllm algorithm.old_logprobs=engine",
-            "leaves the correction without effect that `rollout.engine: vllm` brings with it (token_tis)",
-        ),
+        ("rollout.engine=vllm algorithm.old_logprobs=engine", "that `rollout.engine: vllm` brings with it (token_tis)"),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused(load, overrides, problem):
@@ -629,10 +576,7 @@ def test_what_is_for_rows_is_refused_with_rollouts(load, overrides, expected):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (
-            "algorithm.name=dpo algorithm.loss=nll",
-            "trains on answers of rows, and the loss nll is not of pairs of them",
-        ),
+        ("algorithm.name=dpo algorithm.loss=nll", "on answers of rows, and the loss nll is not of pairs of them"),
         ("algorithm.name=sft algorithm.loss=dpo", "trains on answers of rows, and the loss dpo is of pairs of them"),
         ("algorithm.loss=dpo", "`algorithm.name: grpo` trains on rollouts"),
         ("algorithm.name=sft data.chosen_key=good", "`data.chosen_key` has no effect: sft trains on one answer"),

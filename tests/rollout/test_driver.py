@@ -400,6 +400,16 @@ def test_a_conversation_never_passes_its_budget_of_tokens(rollout: Rollout, name
         assert trajectory.error is None
 
 
+def test_an_observation_after_which_no_token_could_be_generated_is_left_out(rollout: Rollout) -> None:
+    [whole] = rollout("TwoTurns")
+    (_, _), (_, first), (_, observation), (_, _) = turns(whole)
+    [cut] = rollout("TwoTurns", budget=len(first) + len(observation))
+    assert cut.stop is StopReason.LENGTH
+    assert turns(cut) == turns(whole)[:2]
+    [longer] = rollout("TwoTurns", budget=len(first) + len(observation) + 1)
+    assert longer.num_generated == len(first) + 1
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

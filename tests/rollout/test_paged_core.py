@@ -99,6 +99,14 @@ def test_a_prompt_longer_than_a_prefill_batch_is_computed_in_chunks_between_whic
     assert_nothing_is_held(engine)
 
 
+def test_a_prefill_batch_has_no_more_prompts_than_its_tokens_allow() -> None:
+    core = core_of(paged_engine(max_prefill_tokens=12))
+    core.acquire_cache()
+    waiting = [GenerationRequest(np.array(prompt), Sampling(max_tokens=1), 0, None) for prompt in PROMPTS]
+    batches = [core.prefill.next_batch(waiting, 4) for _ in range(2)]
+    assert [[len(group.tokens) for group in batch] for batch in batches] == [[4, 3], [6, 6]]
+
+
 @torch.no_grad()
 def test_the_pages_of_a_prompt_in_chunks_are_not_given_to_running_sequences() -> None:
     def run(num_pages: int) -> list[list[int]]:

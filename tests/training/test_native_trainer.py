@@ -1,10 +1,14 @@
 """The trainer's log-probs, values and gradients: exact, however the batch is cut up."""
 
 import copy
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from sharded_cases import backward, build_model, deviation, own_packs, policy_of, weights_of
+from test_sharded_checkpoint import advance, contents
 from tiny import DEVICE, tiny_config
 from torch import Tensor
 from trajectories import small_batch
@@ -14,6 +18,7 @@ from corral.data.batch import Batch, Pack
 from corral.model.attention import register
 from corral.recipe.schema import Optimizer
 from corral.training.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
+from corral.training.tensor_files import DeferredWrites, HostCopier
 from corral.training.trainer import PolicyLoss
 
 
@@ -200,6 +205,37 @@ def test_a_skipped_update_counts_for_the_learning_rate_whatever_was_not_finite()
         results.append(policy.step())
     assert [result.skipped for result in results] == [True, True, False]
     assert [result.learning_rate for result in results] == pytest.approx([1e-2, 0.9e-2, 0.8e-2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offload", [(), ("optimizer",)])
+def test_an_update_waits_until_the_states_before_it_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, offload: tuple[str, ...]
+) -> None:
+    """Gradients are computed meanwhile; and what is written is what was saved."""
+    policy, deferred = policy_of(build_model("llama", dtype), offload=offload), DeferredWrites(10**9)
+    advance(policy, None, 1)
+    policy.save(tmp_path / "at once")
+    may_copy, copy = threading.Event(), HostCopier.copy
+
+    def held(self: HostCopier, tensor: torch.Tensor) -> torch.Tensor:
+        assert may_copy.wait(60)
+        return copy(self, tensor)
+
+    monkeypatch.setattr(HostCopier, "copy", held)
+    policy.save(tmp_path / "later", None, deferred)
+    backward(policy, own_packs(small_batch(), None))
+    before = weights_of(policy)
+    stepping = threading.Thread(target=policy.step)
+    stepping.start()
+    stepping.join(0.2)
+    assert stepping.is_alive()
+    assert deviation(weights_of(policy), before) == 0
+    may_copy.set()
+    stepping.join(60)
+    assert deviation(weights_of(policy), before) > 0
+    deferred.write()
+    assert contents(tmp_path / "later") == contents(tmp_path / "at once")
 
 
 def test_the_frozen_reference_cannot_be_trained() -> None:

@@ -60,11 +60,12 @@ def test_updates_equal_torchs_adamw() -> None:
     torch.testing.assert_close(parameter, theirs)
 
 
-def test_a_long_gradient_is_clipped_and_its_true_norm_reported() -> None:
-    optimizer, parameter = make(learning_rate=1.0, max_gradient_norm=0.5)
-    optimizer.backward((parameter * 4).sum())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_long_gradient_is_clipped_and_its_true_norm_reported(dtype: torch.dtype) -> None:
+    optimizer, parameter = make(dtype=dtype, learning_rate=1.0, max_gradient_norm=0.5)
+    optimizer.backward(parameter.float().sum())
     result = optimizer.step()
-    assert result.gradient_norm == pytest.approx(math.sqrt(48))
+    assert result.gradient_norm == pytest.approx(math.sqrt(3))
     assert optimizer.masters[0].state["exp_avg"].norm() == pytest.approx(0.1 * 0.5, rel=1e-4)
 
 

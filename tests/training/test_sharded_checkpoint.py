@@ -2,7 +2,6 @@
 
 import json
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from corral.training import tensor_files
 from corral.training.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
 from corral.training.process_mesh import ProcessMesh
 from corral.training.sharding import local_tensor
-from corral.training.tensor_files import DeferredWrites, HostCopier, TensorFiles, write_tensors
+from corral.training.tensor_files import DeferredWrites, TensorFiles, write_tensors
 
 pytestmark = pytest.mark.slow
 
@@ -229,37 +228,6 @@ def test_tensors_that_are_written_later_are_those_that_were_saved(team: Teams, t
     assert contents(tmp_path / "later") == contents(tmp_path / "at once")
     num_tensors = len(TensorFiles(tmp_path / "later", "model").names)
     assert (sum(num_copies) > 0, sum(num_copies) < num_tensors) == (max_bytes > 0, max_bytes < 10**9)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("offload", [(), ("optimizer",)])
-def test_an_update_waits_until_the_states_before_it_are_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, offload: tuple[str, ...]
-) -> None:
-    """Gradients are computed meanwhile; and what is written is what was saved."""
-    policy, deferred = policy_of(build_model("llama", dtype), offload=offload), DeferredWrites(10**9)
-    advance(policy, None, 1)
-    policy.save(tmp_path / "at once")
-    may_copy, copy = threading.Event(), HostCopier.copy
-
-    def held(self: HostCopier, tensor: torch.Tensor) -> torch.Tensor:
-        assert may_copy.wait(60)
-        return copy(self, tensor)
-
-    monkeypatch.setattr(HostCopier, "copy", held)
-    policy.save(tmp_path / "later", None, deferred)
-    backward(policy, own_packs(small_batch(), None))
-    before = weights_of(policy)
-    stepping = threading.Thread(target=policy.step)
-    stepping.start()
-    stepping.join(0.2)
-    assert stepping.is_alive()
-    assert deviation(weights_of(policy), before) == 0
-    may_copy.set()
-    stepping.join(60)
-    assert deviation(weights_of(policy), before) > 0
-    deferred.write()
-    assert contents(tmp_path / "later") == contents(tmp_path / "at once")
 
 
 def save_on_a_full_disk(shape: MeshShape, folder: Path) -> str:

@@ -25,14 +25,16 @@ def load_model(folder: Path | None, attention: str) -> Any:
     return AutoModelForCausalLM.from_config(tiny_config(), attn_implementation=attention).eval().to(DEVICE)
 
 
+OPTIMIZER = Optimizer(learning_rate=1e-3, schedule="linear")
+"""The learning rate tells updates apart."""
+
+
 def native_policy(folder: Path | None, attention: str = "corral") -> PolicyTrainer:
-    return NativePolicyTrainer(
-        load_model(folder, attention), temperature=0.9, optimizer=Optimizer(learning_rate=1e-3), total_updates=10
-    )
+    return NativePolicyTrainer(load_model(folder, attention), temperature=0.9, optimizer=OPTIMIZER, total_updates=10)
 
 
 def native_critic(attention: str = "corral") -> ValueTrainer:
-    return NativeValueTrainer(ValueModel(load_model(None, attention)), Optimizer(learning_rate=1e-3), total_updates=10)
+    return NativeValueTrainer(ValueModel(load_model(None, attention)), OPTIMIZER, total_updates=10)
 
 
 POLICIES: dict[str, MakePolicy] = {"native": native_policy, "general": partial(native_policy, attention="sdpa")}
