@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from commands import corral, start_corral
+from deadlines import within
 from runs import VALIDATION, steps_of, write_recipe
 from trajectories import make_trajectory
 
@@ -141,14 +142,15 @@ def printed(folder: Path, model: Path, *overrides: str) -> tuple[str, str]:
     return str(raised.value), stream.getvalue()
 
 
+SOON = f"environment.timeout_s={within(0.3):g}"
 FAILURES = {
     "reward": ((rewarded_by("name_error"),), "NameError: name 'respose' is not defined", "broken.py:7"),
     "group": ((rewarded_by("group_name_error"),), "NameError: name 'respose' is not defined", "broken.py:14"),
     "dead": ((rewarded_by("dies"),), "the reward function's process died: it ended with exit code 3", "broken.py:31"),
     "environment": (("environment.name={file}:BadStep",), "it returned 1.0, which is not a StepResult", "broken.py:48"),
     "timeout": (
-        ("environment.name={file}:LateStep", "environment.timeout_s=0.1"),
-        "step: no answer within 0.1 s",
+        ("environment.name={file}:LateStep", SOON),
+        f"step: no answer within {within(0.3):g} s",
         "broken.py:52",
     ),
     "agent": (

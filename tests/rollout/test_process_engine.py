@@ -187,6 +187,7 @@ def test_a_tensor_that_did_not_arrive_is_noticed_by_the_probe(engine: ProcessEng
     engine.load(before.items(), 0)
 
 
+@pytest.mark.deadline("the process must be killed before it has generated all that it is asked for")
 def test_a_killed_process_fails_what_waits_for_it_and_one_that_is_killed_while_it_starts_is_started_again(
     engine: ProcessEngine,
 ) -> None:
