@@ -67,7 +67,7 @@ sequences: the largest difference of a log-prob in nats (trainer, engine), and o
 A name with a suffix is a variant (`-window8`: a sliding window of 8; `-v<qk`: values narrower than keys). Written by
 `python docs/generate_models.py`.
 
-`pytest -m slow tests/model/test_families.py` makes the same comparison on a GPU where there is one, with a bound of
+`pytest tests/model/test_families.py` makes the same comparison on a GPU where there is one, with a bound of
 0.01 instead of 0.001. On an H200 (2026-11-18, transformers 5.17) 198 of 200 are within it. The largest differences that
 were seen are 0.003 (trainer), 0.004 (gradient) and 0.004 (engine); which operation rounds so was not looked for. Doge
 is refused there, because a token's log-prob depends on those behind it, and of one type the tiny model could not be

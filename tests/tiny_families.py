@@ -191,7 +191,42 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3-samewidth": ("deepseek_v3", {"v_head_dim": 24}),
     "falcon-alibi": ("falcon", {"alibi": True}),
     "llama4-chunk8": ("llama4_text", {"attention_chunk_size": 8}),
+    "gemma4-sharedkv": ("gemma4_text", {"num_kv_shared_layers": 2}),
 }
+MECHANISMS = {
+    "grouped queries and rotary positions": "llama",
+    "biases": "llama-bias",
+    "tied embedding": "llama-tied",
+    "scaled rotary frequencies": "llama-yarn",
+    "partly rotary positions, joined projections": "phi3-partial",
+    "learned positions": "gpt2",
+    "ALiBi": "falcon-alibi",
+    "norms of queries and keys": "qwen3",
+    "norms after attention": "olmo3-window8",
+    "attention and MLP in parallel, layers without positions": "cohere2-window8",
+    "scaled embeddings, residuals and logits": "granite-real",
+    "window in all layers": "mistral-window8",
+    "soft cap, windows in some layers": "gemma2-window8",
+    "attention sinks": "gpt_oss-window8",
+    "attention in chunks": "llama4-chunk8",
+    "latent attention": "deepseek_v3-v<qk",
+    "sparse attention by an index": "deepseek_v32",
+    "keys and values shared by layers": "gemma4-sharedkv",
+    "experts": "qwen3_moe",
+    "a shared expert with a gate": "qwen2_moe",
+    "experts in groups, chosen by sigmoids with a correction": "glm4_moe",
+    "a router in float32, and layers without experts": "ernie4_5_moe",
+    "experts that are stored together": "granitemoeshared",
+    "state space": "mamba",
+    "state space and attention": "jamba",
+    "linear attention by the delta rule": "qwen3_5_text",
+    "convolution": "lfm2",
+    "decoder of an encoder-decoder": "bart",
+    "text part of a larger model": "gemma3",
+    "refused: tokens see those behind them": "cpmant",
+    "refused: positions that change with the length": "phi3-longrope",
+}
+"""What architectures differ in, and for each the one that stands for it: CI compares these in every submission."""
 
 
 def causal_types() -> list[str]:

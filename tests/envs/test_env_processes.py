@@ -1,5 +1,6 @@
 import asyncio
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -125,6 +126,7 @@ def test_one_that_goes_wrong_costs_its_own_trajectory(fault: str, error: type[Ex
         results = asyncio.run(play_all())
     assert type(results[1]) is error
     assert message in str(results[1])
+    assert fault == "die" or re.search(r"\(blocking_environments.py:\d+\)$", str(results[1])), results[1]
     assert all(result[1].done for result in (results[0], *results[2:]))
 
 

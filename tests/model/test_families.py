@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_families import VARIANTS, causal_types, compare_folder, compare_trainer, config_of, tiny_family_model
+from tiny_families import (
+    MECHANISMS,
+    VARIANTS,
+    causal_types,
+    compare_folder,
+    compare_trainer,
+    config_of,
+    tiny_family_model,
+)
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from corral.model.families import ENCODERS, FAMILIES, FAST_TYPES, check_length, choose_path, find_path
@@ -18,20 +26,13 @@ from corral.recipe.schema import Model
 from corral.rollout.general_core import cache_is_right
 from corral.rollout.native_engine import NativeEngine
 
-PATHS = {
-    "llama": "fast",
-    "qwen3_moe": "fast",
-    "gemma2-window8": "fast",
-    "gpt_oss-window8": "fast",
-    "deepseek_v3-v<qk": "fast",
-    "qwen3_5_text": "general",
-    "mamba": "general",
-}
+QUICK = ["llama", "gemma2-window8", "deepseek_v3-v<qk", "qwen3_moe", "mamba"]
 """What a newcomer's tests compare; the slow ones compare all."""
 NOT_BUILT = {
     # Parts of other models, models of sound, and configurations that cannot be made tiny or need other packages.
     "blt", "dbrx", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "musicgen", "musicgen_melody", "reformer",
 }  # fmt: skip
+COMPARED = {*QUICK, *MECHANISMS.values()}
 REFUSED = {
     **dict.fromkeys(ENCODERS, "is an encoder"),
     "cpmant": "not a causal model",
@@ -52,29 +53,33 @@ def save(name: str, folder: Path) -> None:
     tiny_family_model(config_of(name)).save_pretrained(folder)
 
 
-SLOW = ("mamba", "qwen3_5_text", "gpt_oss-window8", "deepseek_v3-v<qk")
-"""Architectures whose comparison takes about two seconds."""
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PATHS])
-@pytest.mark.slow
-def test_log_probs_and_gradients_are_those_of_transformers(name: str, folder: Path) -> None:
-    save(name, folder)
-    found = compare_folder(folder)
-    assert found.path.kind == PATHS[name]
-    assert found.is_right, found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in [*causal_types(), *VARIANTS] if n not in PATHS and n not in NOT_BUILT])
-def test_every_other_architecture_is_right_or_refused(name: str, folder: Path) -> None:
+def check_right_or_refused(name: str, folder: Path) -> None:
     save(name, folder)
     if name in REFUSED:
         with pytest.raises(UserError, match=REFUSED[name]):
             compare_folder(folder)
     else:
         found = compare_folder(folder)
+        assert found.path.kind == ("fast" if config_of(name).model_type in FAST_TYPES else "general")
         assert found.is_right, found
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_log_probs_and_gradients_are_those_of_transformers(name: str, folder: Path) -> None:
+    check_right_or_refused(name, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.core
+@pytest.mark.parametrize("name", [name for name in MECHANISMS.values() if name not in QUICK])
+def test_an_architecture_of_each_mechanism_is_right_or_refused(name: str, folder: Path) -> None:
+    check_right_or_refused(name, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in [*causal_types(), *VARIANTS] if name not in COMPARED | NOT_BUILT])
+def test_every_other_architecture_is_right_or_refused(name: str, folder: Path) -> None:
+    check_right_or_refused(name, folder)
 
 
 @pytest.mark.slow

@@ -363,6 +363,7 @@ def test_an_async_call_that_fails_costs_its_own_sample_and_about_one_timeout(
     assert scores[30].reward == -0.5
     assert scores[30].error is not None
     assert error in scores[30].error
+    assert "(scorers.py:" in scores[30].error
 
 
 def test_calls_that_were_in_flight_with_a_killed_process_are_made_again(make_pool: Callable[..., ScorerPool]) -> None:

@@ -84,6 +84,11 @@ class RaisesInReset(Base):
         raise ValueError("no game today")
 
 
+class OpensWithText(Base):
+    async def reset(self, row, seed):
+        return "Hello"
+
+
 class RaisesInClose(Base):
     async def close(self):
         raise ValueError("cannot let go")
@@ -418,7 +423,7 @@ def test_an_observation_after_which_no_token_could_be_generated_is_left_out(roll
         ("IgnoresCancellation", "step: no answer within 0.3 s"),
         ("Exits", "step: RuntimeError: it called sys.exit(3)"),
         ("ExitsOnItsOwn", "step: RuntimeError: it called sys.exit(3)"),
-        ("ReturnsNothing", "step: TypeError: it returned None, which is not a StepResult"),
+        ("ReturnsNothing", "step: TypeError: it returned None, which is not a StepResult (games.py:"),
         ("RewardIsNaN", "step: ValueError: the reward must be finite; it is nan"),
         ("BadMessages", "step: "),
     ],
@@ -440,7 +445,8 @@ def test_an_environment_that_fails_costs_its_trajectory_and_a_bounded_time(
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("RaisesInReset", "reset: ValueError: no game today"),
+        ("RaisesInReset", "reset: ValueError: no game today (games.py:"),
+        ("OpensWithText", "reset: TypeError: it returned 'Hello', which is not a list of messages (games.py:"),
         ("HangsInReset", "reset: no answer within 0.3 s"),
         ("CannotBeMade", "reset: ValueError: no more licences"),
         ("LongOpening", "reset: ValueError: 169 tokens are more than data.max_prompt_tokens: 60"),

@@ -92,7 +92,9 @@ def engine(request: pytest.FixtureRequest, model: tuple[Path, Any]) -> Iterator[
     name, _, mode = request.param.partition("-")
     made = start_engine(model, name, truncates=mode == "raw")
     yield made
+    folder = made.folder
     made.close()
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("check", ENGINE_CONTRACT, ids=lambda check: check.__name__)
@@ -185,12 +187,17 @@ def test_a_tensor_that_did_not_arrive_is_noticed_by_the_probe(engine: ProcessEng
     engine.load(before.items(), 0)
 
 
-def test_a_process_that_is_killed_fails_what_waits_for_it_and_says_how(model: tuple[Path, Any]) -> None:
-    engine = start_engine(model, "native")
+@pytest.mark.deadline("the process must be killed before it has generated all that it is asked for")
+def test_a_killed_process_fails_what_waits_for_it_and_one_that_is_killed_while_it_starts_is_started_again(
+    engine: ProcessEngine,
+) -> None:
+    if engine.settings.name != "native":
+        pytest.skip("the others take minutes to start")
 
     async def run() -> None:
         task = asyncio.ensure_future(engine.generate(PROMPTS[0], Sampling(max_tokens=200), 0))
-        while engine.num_decode_steps < 3:
+        before = engine.num_decode_steps
+        while engine.num_decode_steps < before + 3:
             await asyncio.sleep(0.001)
         os.kill(engine.process.pid, signal.SIGKILL)
         with pytest.raises(EngineLost, match=r"the engine's process \(native\) was killed by signal 9"):
@@ -198,25 +205,14 @@ def test_a_process_that_is_killed_fails_what_waits_for_it_and_says_how(model: tu
         with pytest.raises(EngineLost, match="killed by signal 9"):
             await engine.generate(PROMPTS[0], Sampling(max_tokens=2), 0)
 
-    asyncio.run(run())
-    folder = engine.folder
-    engine.close()
-    assert not folder.exists()
-
-
-@pytest.mark.slow
-def test_a_replacement_that_is_killed_while_it_starts_is_started_again(model: tuple[Path, Any]) -> None:
-    engine = start_engine(model, "native")
-    killed = [engine.process.pid]
-    os.kill(killed[0], signal.SIGKILL)
-    engine.reader.join()
-
     def kill_next() -> None:
         while engine.process.pid in killed:
             time.sleep(0.001)
         killed.append(engine.process.pid)
         os.kill(engine.process.pid, signal.SIGKILL)
 
+    killed = [engine.process.pid]
+    asyncio.run(run())
     thread = threading.Thread(target=kill_next)
     thread.start()
     engine.restart_and_load((), 3)
@@ -225,7 +221,6 @@ def test_a_replacement_that_is_killed_while_it_starts_is_started_again(model: tu
     assert len(killed) == 2
     assert engine.process.pid not in killed
     assert asyncio.run(engine.generate(PROMPTS[0], Sampling(max_tokens=2), 0)).tokens
-    engine.close()
 
 
 def test_what_keeps_an_engine_from_starting_is_told(model: tuple[Path, Any], tmp_path: Path) -> None:

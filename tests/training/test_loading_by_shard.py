@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -84,13 +85,14 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 @contextmanager
 def peak_memory(team: Team) -> Iterator[list[int]]:
     """The most memory that the team had in addition to what it had before, in bytes. Pages of mapped files do not
-    count: they are the node's cache of its disk, which it takes back when it needs the memory."""
+    count: they are the node's cache of its disk, which it takes back when it needs the memory. (The system counts these
+    numbers anyway; for a process's part of what it shares it would look at every page, a hundred times a second.)"""
     team.run(own_memory)
 
     def held() -> int:
-        files = [Path(f"/proc/{process.pid}/smaps_rollup") for process in team.processes]
+        files = [Path(f"/proc/{process.pid}/status") for process in team.processes]
         lines = [line for file in files for line in file.read_text().splitlines()]
-        return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+        return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
 
     before, found, is_over = held(), [0], threading.Event()
 
@@ -117,38 +119,25 @@ def load_and_shard(folder: Path, dtype: str, trained: bool, shape: MeshShape) ->
     time.sleep(0.5)  # so that the watcher sees it, on a busy machine
 
 
-@pytest.mark.parametrize(
-    ("dtype", "trained", "bytes_each", "shape"),
-    [
-        ("bfloat16", False, 2, MeshShape(shard=RANKS)),
-        ("bfloat16", False, 2, MeshShape(pipeline=RANKS)),
-        ("float32", True, 4, MeshShape(shard=RANKS)),
-    ],
-    ids=["frozen", "frozen in stages", "trained"],
-)
-def test_four_ranks_hold_one_model_together_while_they_load_it(
-    billion: Path, tmp_path: Path, dtype: str, trained: bool, bytes_each: int, shape: MeshShape
-) -> None:
+def test_four_ranks_hold_one_model_together_while_they_load_it(billion: Path, tmp_path: Path) -> None:
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
     write_model(LlamaConfig(**small, vocab_size=64), torch.bfloat16, tmp_path)
     with closing(Team(RANKS)) as team:
-        team.run(load_and_shard, tmp_path, dtype, trained, shape)  # imports what they import
+        team.run(load_and_shard, tmp_path, "float32", True, MeshShape(shard=RANKS))  # imports what they import
         with peak_memory(team) as peak:
-            team.run(load_and_shard, billion, dtype, trained, shape)
+            team.run(load_and_shard, billion, "float32", True, MeshShape(shard=RANKS))
     # 1.10 to 1.18 were measured. Ranks that read all of it would have 4.
-    assert 0.9 < peak[0] / (NUM_PARAMETERS * bytes_each) <= 1.3
+    assert 0.9 < peak[0] / (NUM_PARAMETERS * 4) <= 1.3
 
 
 @pytest.mark.parametrize(
     "shape",
     [
-        MeshShape(expert=4),
-        MeshShape(shard=4),
         MeshShape(shard=2, expert=2),
         MeshShape(pipeline=2, expert=2),
         MeshShape(tensor=4),
     ],
-    ids=["expert", "shard", "shard-expert", "pipeline-expert", "tensor"],
+    ids=["shard-expert", "pipeline-expert", "tensor"],
 )
 def test_ranks_hold_their_own_experts_and_no_others(
     mixture: tuple[Path, int], tmp_path: Path, shape: MeshShape
@@ -239,19 +228,17 @@ def num_pages_read(folder: Path) -> int:
         (LAYERS, MeshShape(shard=4)),
         (LAYERS, MeshShape(pipeline=4)),
         (LAYERS, MeshShape(tensor=4)),
-        (LAYERS, MeshShape(pipeline=2, shard=2)),
         (MIXTURE, MeshShape(shard=4)),
         (MIXTURE, MeshShape(expert=4)),
-        (MIXTURE, MeshShape(pipeline=2, expert=2)),
     ],
-    ids=["shard", "pipeline", "tensor", "pipeline-shard", "mixture-shard", "mixture-expert", "mixture-pipeline-expert"],
+    ids=["shard", "pipeline", "tensor", "mixture-shard", "mixture-expert"],
 )
 def test_a_rank_resumes_with_its_part_of_weights_and_optimizer(
     checkpoints: dict[str, tuple[Path, int]], tmp_path: Path, config: PretrainedConfig, shape: MeshShape
 ) -> None:
     folder, num_parameters = checkpoints[config.model_type]
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
-    write_checkpoint(type(config)(**small, vocab_size=64), tmp_path)
+    write_checkpoint(type(config)(**small, num_experts=8, vocab_size=64), tmp_path)  # nothing to a model that has none
     with closing(Team(RANKS)) as team:
         team.run(resume, tmp_path, shape)  # imports what they import
         with peak_memory(team) as peak:
@@ -281,31 +268,34 @@ SMALL = {
 EXPERTS = {**SMALL, "moe_intermediate_size": 16, "num_key_value_heads": 2, "pad_token_id": None, "eos_token_id": 2}
 
 
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+DENSE = LlamaConfig(**SMALL, num_key_value_heads=2)
+MOE = Qwen3MoeConfig(**EXPERTS, num_experts=4, num_experts_per_tok=2)
+PARTS = [
+    *((DENSE, MeshShape(shard=2)), (DENSE, MeshShape(tensor=2)), (DENSE, MeshShape(pipeline=2))),
+    # The router's weights are in float32 however the model is computed, and one layer has no experts.
+    (Ernie4_5_MoeConfig(**EXPERTS, moe_num_experts=4, moe_k=2), MeshShape(expert=2)),
+    *((MOE, MeshShape(shard=2)), (MOE, MeshShape(tensor=2)), (MOE, MeshShape(expert=2)), (MOE, MeshShape(pipeline=2))),
+]
+WAYS = list(product([torch.bfloat16, torch.float32], ["bfloat16", "float32"], [True, False]))
+
+
 @pytest.mark.parametrize(
-    ("config", "shape"),
-    [
-        (LlamaConfig(**SMALL, num_key_value_heads=2), MeshShape(shard=2)),
-        (LlamaConfig(**SMALL, num_key_value_heads=2), MeshShape(tensor=2)),
-        (LlamaConfig(**SMALL, num_key_value_heads=2), MeshShape(pipeline=2)),
-        (Qwen3MoeConfig(**EXPERTS, num_experts=4, num_experts_per_tok=2), MeshShape(shard=2)),
-        (Qwen3MoeConfig(**EXPERTS, num_experts=4, num_experts_per_tok=2), MeshShape(tensor=2)),
-        (Qwen3MoeConfig(**EXPERTS, num_experts=4, num_experts_per_tok=2), MeshShape(expert=2)),
-        (Qwen3MoeConfig(**EXPERTS, num_experts=4, num_experts_per_tok=2), MeshShape(pipeline=2)),
-        # The router's weights are in float32 however the model is computed, and one layer has no experts.
-        (Ernie4_5_MoeConfig(**EXPERTS, moe_num_experts=4, moe_k=2), MeshShape(expert=2)),
-    ],
-    ids=lambda value: getattr(value, "model_type", None) or "".join(d for d in vars(value) if getattr(value, d) > 1),
+    ("config", "shape", "stored", "dtype", "trained"),
+    # Each with one way to load it and the opposite one, so that each way is that of two of them.
+    [(*part, *way) for n, part in enumerate(PARTS) for way in (WAYS[n], WAYS[-1 - n])],
+    ids=lambda value: (
+        "".join(d for d, size in vars(value).items() if size > 1)
+        if isinstance(value, MeshShape)
+        else getattr(value, "model_type", str(value))
+    ),
 )
-@pytest.mark.parametrize("trained", [True, False])
 def test_the_parts_are_those_of_the_whole_model(
     team: Callable[[int], Team],
     tmp_path: Path,
-    stored: torch.dtype,
-    dtype: str,
     config: PretrainedConfig,
     shape: MeshShape,
+    stored: torch.dtype,
+    dtype: str,
     trained: bool,
 ) -> None:
     write_model(config, stored, tmp_path)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -64,9 +65,16 @@ DENSE = [shape for size in (2, 3, 4) for shape in shapes(size, with_experts=Fals
 DEALT = [shape for size in (2, 3, 4) for shape in shapes(size, with_experts=True) if shape.expert > 1]
 
 
-@pytest.mark.parametrize("shape", [shape for shape in DENSE if shape.size != 3], ids=name)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_adapters_are_trained_on_every_mesh(team: Teams, shape: MeshShape, dtype: torch.dtype) -> None:
+EACH = [MeshShape(pipeline=2), MeshShape(replicate=2), MeshShape(shard=2), MeshShape(context=2), MeshShape(tensor=2)]
+PRODUCTS = [MeshShape(replicate=2, shard=2), MeshShape(shard=2, tensor=2), MeshShape(pipeline=2, context=2)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [*product([torch.float32], [*EACH, MeshShape(tensor=4), *PRODUCTS]), *product([torch.bfloat16], EACH)],
+    ids=lambda value: name(value) if isinstance(value, MeshShape) else str(value),
+)
+def test_adapters_are_trained_on_meshes_of_each_dimension(team: Teams, shape: MeshShape, dtype: torch.dtype) -> None:
     tolerance = 5e-6 if dtype == torch.float32 else 0.07
     outcomes, expected = team(shape.size).run(on_mesh, shape, "llama+lora", dtype), alone("llama+lora", dtype)
     assert all(name.endswith(("lora_A", "lora_B")) for name in expected.gradients)
@@ -112,19 +120,21 @@ def test_experts_are_dealt_in_bfloat16(team: Teams, family: str) -> None:
         assert outcome.norms == pytest.approx(expected.norms, rel=0.05 if "lora" in family else 0.03)
 
 
-CUT = [MeshShape(tensor=2), MeshShape(tensor=4), MeshShape(context=2), MeshShape(shard=2), MeshShape(pipeline=2)]
-GATHERED = [MeshShape(expert=2), MeshShape(expert=4), MeshShape(expert=2, tensor=2)]
+ADAPTED = [
+    *(MeshShape(expert=2), MeshShape(expert=4), MeshShape(expert=2, tensor=2)),
+    *(MeshShape(pipeline=2, expert=2), MeshShape(shard=2, expert=2), MeshShape(tensor=2)),
+]
 
 
 @pytest.mark.parametrize(
     ("family", "shape"),
     [
-        *(("qwen3_moe+lora", shape) for shape in (*DEALT, *CUT) if shape.size != 3),
-        *(("qwen3_moe+lora*6", shape) for shape in GATHERED),
+        *product(["qwen3_moe+lora"], ADAPTED),
+        *product(["qwen3_moe+lora*6"], [MeshShape(expert=2), MeshShape(expert=2, tensor=2)]),
     ],
-    ids=str,
+    ids=lambda value: name(value) if isinstance(value, MeshShape) else value,
 )
-def test_adapters_of_experts_are_trained_on_every_mesh(team: Teams, family: str, shape: MeshShape) -> None:
+def test_adapters_of_experts_are_trained_on_meshes(team: Teams, family: str, shape: MeshShape) -> None:
     expected = alone(family)
     of_experts = [name for name in expected.gradients if ".experts." in name]
     assert len(of_experts) == 4 * 2 * 2  # layers, matrices, A and B
