@@ -796,8 +796,8 @@ class Cluster(Section):
     """Roles to devices: `all`, `0-19` (inclusive), `0,2,5`, `[0, 1]`, `list(range(0, 4))`."""
     transfer: Literal["auto", "shared", "collective", "object", "ipc"] = "auto"
     """How new weights reach the rollout. shared: within a process. collective: broadcast (NCCL, gloo). object: through
-    Ray's object store. ipc: through memory of the node that both processes map; of a GPU, only if both see it. auto:
-    shared where actor and rollout have the same devices, else collective."""
+    Ray's object store. ipc: through memory of the node that both processes map, not between GPUs. auto: shared where
+    actor and rollout have the same devices, else collective."""
     environment: list[str] = []
     """Names of environment variables, such as HF_TOKEN, that workers get with the values they have where `corral train`
     or `corral submit` is started. Where they are not set there, workers keep their node's own."""

@@ -23,7 +23,7 @@ from corral.child_process import describe_exit
 from corral.observe.run_files import write_atomically
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.mesh import MeshShape
-from corral.recipe.placement import MESH_ROLES, Placement, role_mesh
+from corral.recipe.placement import MESH_ROLES, Placement, check_ipc_of_gpus, role_mesh
 from corral.recipe.schema import Recipe
 from corral.runtime.group import CallTimeout, Ranks, Runtime, WorkerLost, gather_calls
 from corral.runtime.worker import BUILDER, Worker
@@ -157,6 +157,8 @@ class RayRuntime(Runtime):
         connect(self.cluster)
         self.gcs_address = ray.get_runtime_context().gcs_address
         self.resource, nodes = await find_nodes(self.cluster, without, self.report)
+        if self.resource == "GPU":
+            check_ipc_of_gpus(self.recipe, placement)
         self.placement = restrict_placement(placement, nodes, self.cluster.devices_per_node, without)
         self.nodes = [node for node in nodes if node.devices]
         await self._start_nodes(self.nodes)
@@ -585,10 +587,12 @@ class RayRuntime(Runtime):
             call.result()
         if late:
             names = ", ".join(group.names[rank] for rank, call in zip(ranks, calls, strict=True) if call in late)
+            nodes = {node.id: node for rank in ranks for node in [self.devices[one.devices[rank]].node]}
+            used = ", ".join(f"{node.facts.interface} on {node}" for node in nodes.values())
             raise CallTimeout(
                 f"the workers of {', '.join(one.roles)} did not all connect to {rendezvous} and to each other within "
                 f"{limit_s:g} s (`cluster.start_timeout_s`): {names}. A firewall between the nodes, or the wrong "
-                f"network ({' and '.join(INTERFACE_VARIABLES)} choose another)"
+                f"network: they use {used}, unless {' and '.join(INTERFACE_VARIABLES)} name another"
             )
 
     def _set_of(self, device: int) -> DeviceSet:

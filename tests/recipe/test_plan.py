@@ -196,6 +196,11 @@ def test_the_plan_says_how_weights_travel(load, overrides, words):
     assert make_plan(recipe).as_dict()["cluster"]["transfer"] == words.split(":")[0]
 
 
+def test_gpus_do_not_map_each_others_memory(load):
+    with pytest.raises(RecipeError, match=r"`cluster.transfer: ipc` does not work between GPUs"):
+        make_plan(load(*APART, "cluster.transfer=ipc"), device="cuda")
+
+
 @pytest.mark.parametrize(
     ("overrides", "words", "runtime", "address"),
     [
