@@ -1,0 +1,101 @@
+"""What workers do on GPUs only, as far as a machine without one can show it."""
+
+import os
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.cuda._utils import _get_device_index
+
+from corral.model.model_loading import default_device
+from corral.recipe.errors import UserError
+from corral.recipe.mesh import MeshShape
+from corral.runtime.ray_group import gpu_variables
+from corral.runtime.worker import Worker
+from corral.training.replicas import NCCL_VARIABLES, ReplicaLost, Replicas, connect
+
+GPU = torch.device("cuda", 0)
+
+
+def test_torch_can_make_the_default_device_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert _get_device_index(default_device()) == 0  # as `torch.cuda.set_device` calls it
+
+
+class NcclWork:
+    """A work of NCCL's, as Python sees it: an error has no type that it could be, and is raised by a wait with a limit
+    only."""
+
+    def __init__(self, has_failed: bool) -> None:
+        self.has_failed = has_failed
+
+    def is_completed(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        raise TypeError("Unable to convert function return value to a Python type!")
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if self.has_failed and timeout is not None:
+            raise RuntimeError("NCCL error: remote process exited")
+
+
+class NcclGroup:
+    def __init__(self, has_failed: bool = False) -> None:
+        self.has_failed = has_failed
+
+    def allreduce(self, tensors: Any) -> NcclWork:
+        return NcclWork(self.has_failed)
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_replicas_see_whether_a_sum_by_nccl_has_failed(has_failed: bool) -> None:
+    replicas = Replicas(0, 2, GPU, "127.0.0.1", 60.0)
+    replicas.group = NcclGroup(has_failed)
+    if has_failed:
+        with pytest.raises(ReplicaLost, match="remote process exited"):
+            replicas.sum_(torch.ones(1))
+    else:
+        replicas.sum_(torch.ones(1))
+
+
+def test_a_world_is_connected_when_it_is_joined_and_torch_ends_no_process_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL connects in the first collective, and torch reads its variables when the first group is made."""
+    seen: list[Any] = []
+    for name in NCCL_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+    def init_process_group(*_: Any, **__: Any) -> None:
+        seen.append({name: os.environ.get(name) for name in NCCL_VARIABLES})
+
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: seen.append(tensor.tolist()))
+    worker = Worker(0, 2, "127.0.0.1", timeout_s=20.0)
+    worker.join_world(worker.open_rendezvous(), MeshShape(shard=2))
+    assert seen == [NCCL_VARIABLES, [1.0]]
+    assert len(NCCL_VARIABLES) == 3
+
+
+def test_a_member_that_never_comes_keeps_nobody_waiting() -> None:
+    with pytest.raises(RuntimeError, match=r"not all members of a group connected within 0\.2 s"):
+        connect(lambda tensor: threading.Event().wait(), torch.device("cpu"), timedelta(seconds=0.2))
+
+
+def test_a_worker_sees_its_own_gpu_whatever_ray_was_told() -> None:
+    assert gpu_variables(["3"], {"CUDA_VISIBLE_DEVICES": "3"}) == {}  # Ray has set it
+    assert gpu_variables(["3"], {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}) == {"CUDA_VISIBLE_DEVICES": "3"}
+    assert gpu_variables([], {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}) == {}  # a worker slot
+
+
+def test_workers_that_share_a_gpu_are_different_hosts_for_nccl() -> None:
+    found = [gpu_variables([str(number)], {"CORRAL_WORKERS_PER_GPU": "4"}) for number in range(8)]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["0"] * 4 + ["1"] * 4
+    assert len({one["NCCL_HOSTID"] for one in found}) == 8
+    with pytest.raises(UserError, match="CORRAL_WORKERS_PER_GPU: none is not the number of workers"):
+        gpu_variables(["0"], {"CORRAL_WORKERS_PER_GPU": "none"})
