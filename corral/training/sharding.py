@@ -114,7 +114,14 @@ class ShardedModel:
     def _fill(self, stored: dict[str, Tensor], device: torch.device) -> None:
         """Gives the shards memory on the device, and in it this rank's parts of the whole weights. Buffers, which are
         small and not sharded, follow to where the model computes."""
-        self.root._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(self.mesh.device))
+
+        def place(tensor: Tensor) -> Tensor:
+            if tensor.is_meta:
+                return torch.empty_like(tensor, device=device)
+            # A parameter that two modules have comes twice, the second time with memory.
+            return tensor if isinstance(tensor, nn.Parameter) else tensor.to(self.mesh.device)
+
+        self.root._apply(place)
         for name, parameter in self.root.model.named_parameters():
             part = self.layout.shard(name, stored.pop(name)).to(self.layout[name].dtype)
             local_tensor(parameter).copy_(part)

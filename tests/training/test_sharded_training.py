@@ -1,6 +1,7 @@
 """Training on several processes is training on one: the same gradient and weights, to rounding, on every mesh."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import cache, partial
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from corral.recipe.plan import make_plan
 from corral.recipe.schema import Model, Optimizer
 from corral.recipe.shape import ModelShape
 from corral.training.native_trainer import NativePolicyTrainer, NativeValueTrainer, PackPrediction, ValueModel
+from corral.training.sharding import ShardedModel, local_tensor
 
 pytestmark = pytest.mark.slow
 
@@ -204,6 +206,18 @@ def test_the_general_path_refuses_what_it_cannot_distribute(team: Teams, shape: 
 @pytest.mark.parametrize("shape", [MeshShape(shard=2), MeshShape(pipeline=2)], ids=name)
 def test_offloading_changes_nothing(team: Teams, shape: MeshShape, offload: Sequence[str]) -> None:
     check(team(2).run(on_mesh, shape, "llama", torch.float32, False, offload), alone("llama"), shape)
+
+
+def devices_of_offloaded(shape: MeshShape) -> set[str]:
+    mesh, model = copy(mesh_of(shape)), build_model("llama")  # its head is its embedding
+    assert mesh is not None
+    mesh.device = torch.device("meta")  # stands for a GPU
+    ShardedModel(model, model, mesh, trained=True, offload=True, in_float32=[])
+    return {local_tensor(parameter).device.type for parameter in model.parameters()}
+
+
+def test_offloaded_parameters_are_on_the_host(team: Teams) -> None:
+    assert team(2).run(devices_of_offloaded, MeshShape(shard=2)) == [{"cpu"}] * 2
 
 
 @pytest.mark.parametrize(
