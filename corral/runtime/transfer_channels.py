@@ -16,6 +16,7 @@ Which version the weights are, and who may use them when, is the caller's busine
 import json
 import mmap
 import os
+import threading
 import uuid
 from abc import ABC, abstractmethod
 from collections import deque
@@ -157,6 +158,8 @@ def reused_memory(device: torch.device, *, num_buckets: int = 1, pinned: bool = 
 # --- channels
 
 
+CLOSE_S = 5.0
+"""Seconds in which connections are to end; then nobody waits for them any more."""
 CHANNEL_TIMEOUT_S = 120.0
 """Seconds for both sides to join, and for any one bucket."""
 
@@ -369,11 +372,18 @@ class CollectiveChannel(Channel):
         self.announced.clear()
 
     def close(self) -> None:
-        for group in self.groups:
-            with suppress(RuntimeError):  # what has failed may fail to end as well
-                group.abort()
+        # Of NCCL, ending a group in which something has failed may take a minute, and so may its destructor.
+        ending = threading.Thread(target=end_groups, args=(self.groups,), name="corral-channel", daemon=True)
         self.groups, self.store = [], None
+        ending.start()
+        ending.join(CLOSE_S)
         self.announced.clear()
+
+
+def end_groups(groups: list[Any]) -> None:
+    while groups:
+        with suppress(RuntimeError):  # what has failed may fail to end as well
+            groups.pop().abort()
 
 
 # --- through Ray's object store

@@ -1,8 +1,10 @@
 """What workers do on GPUs only, as far as a machine without one can show it."""
 
+import asyncio
 import os
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,11 @@ from torch.cuda._utils import _get_device_index
 from corral.model.model_loading import default_device
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import MeshShape
+from corral.runtime import transfer_channels
+from corral.runtime.model_workers import TrainerGroup
 from corral.runtime.ray_group import gpu_variables
+from corral.runtime.transfer_channels import CollectiveChannel
+from corral.runtime.weight_publisher import WeightPublisher
 from corral.runtime.worker import Worker
 from corral.training.replicas import NCCL_VARIABLES, ReplicaLost, Replicas, connect
 
@@ -85,6 +91,49 @@ def test_a_world_is_connected_when_it_is_joined_and_torch_ends_no_process_of_it(
 def test_a_member_that_never_comes_keeps_nobody_waiting() -> None:
     with pytest.raises(RuntimeError, match=r"not all members of a group connected within 0\.2 s"):
         connect(lambda tensor: threading.Event().wait(), torch.device("cpu"), timedelta(seconds=0.2))
+
+
+def test_a_channel_whose_groups_do_not_end_is_closed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The destructor of a group of NCCL, and its `abort`, wait a minute for each work that has failed."""
+
+    class Stuck:
+        def abort(self) -> None:
+            threading.Event().wait()
+
+    monkeypatch.setattr(transfer_channels, "CLOSE_S", 0.1)
+    channel = CollectiveChannel("127.0.0.1", torch.device("cpu"), timeout_s=20.0)
+    channel.groups = [Stuck(), Stuck()]
+    closing = threading.Thread(target=channel.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
+    assert channel.groups == []
+
+
+class NotedGroup:
+    """Workers that note what they are called for."""
+
+    def __init__(self, called: list[str]) -> None:
+        self.called = called
+
+    async def one(self, rank: int, method: Any, *_: Any) -> str:
+        self.called.append(method.__qualname__)
+        return "127.0.0.1:1"
+
+    async def each(self, method: Any, arguments: Any, *, ranks: Any) -> None:
+        self.called += [method.__qualname__] * len(arguments)
+
+
+@pytest.mark.parametrize("kind", ["collective", "shared", "object"])
+def test_trainers_and_engines_are_connected_before_the_first_rollout(kind: str) -> None:
+    """Afterwards caches have the memory that NCCL takes for a connection."""
+    called: list[str] = []
+    group: Any = NotedGroup(called)
+    scheduler: Any = SimpleNamespace(group=group, queues={1: None, 0: None})
+    publisher = WeightPublisher(TrainerGroup(group, MeshShape()), scheduler, kind, "float32", [1, 2, 3])
+    asyncio.run(publisher.connect())
+    joined = ["ActorWorker.open_channel", "ActorWorker.join_channel", *2 * ["RolloutWorker.join_channel"]]
+    assert called == (joined if kind == "collective" else [])
 
 
 def test_a_worker_sees_its_own_gpu_whatever_ray_was_told() -> None:
