@@ -492,4 +492,7 @@ def total_norm(masters: list[MasterWeight], layout: ShardingLayout | None) -> Te
             squares[int(is_cut)] += torch.linalg.vector_norm(master.gradient, dtype=torch.float64).cpu() ** 2
     squares = layout.mesh.sum_numbers(squares, "sharded")
     cut = layout.mesh.sum_numbers(squares[1:], "tensor")
-    return layout.mesh.sum_numbers(squares[0] + cut[0], "pipeline").sqrt()
+    norm = layout.mesh.sum_numbers(squares[0] + cut[0], "pipeline").sqrt()
+    # NCCL adds in the order of each group's ring. Ranks that clip by another norm would drift apart.
+    layout.mesh.copy_first_([norm], "copy")
+    return norm

@@ -208,6 +208,22 @@ def test_offloading_changes_nothing(team: Teams, shape: MeshShape, offload: Sequ
     check(team(2).run(on_mesh, shape, "llama", torch.float32, False, offload), alone("llama"), shape)
 
 
+def norm_of_step(shape: MeshShape) -> float:
+    """Sums differ in the last bits, as those of NCCL may from group to group."""
+    mesh = mesh_of(shape)
+    assert mesh is not None
+    policy, sum_numbers = policy_of(build_model("llama"), mesh), mesh.sum_numbers
+    sharded_cases.backward(policy, own_packs(small_batch(), mesh))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh, "sum_numbers", lambda numbers, name: sum_numbers(numbers, name) * (1 + mesh.rank * 1e-12))
+        return policy.step().gradient_norm
+
+
+@pytest.mark.parametrize("shape", [MeshShape(shard=2), MeshShape(tensor=2), MeshShape(pipeline=2)], ids=name)
+def test_all_ranks_clip_by_the_same_norm(team: Teams, shape: MeshShape) -> None:
+    assert len(set(team(2).run(norm_of_step, shape))) == 1
+
+
 def devices_of_offloaded(shape: MeshShape) -> set[str]:
     mesh, model = copy(mesh_of(shape)), build_model("llama")  # its head is its embedding
     assert mesh is not None
