@@ -651,7 +651,7 @@ class Train(Section):
     logits_chunk: PositiveInt | None = None
     """Tokens whose logits exist at the same time. None: 256 on a CPU, 8192 on a GPU."""
     threads: PositiveInt | None = None
-    """CPU threads of the trainer. None: all cores."""
+    """CPU threads of the trainer. None: all cores, on a cluster the node's, in equal parts for its workers."""
     router_aux_loss_coef: NaturalFloat = 0.0
     """Coefficient of a mixture's load-balancing loss, as in transformers' models, of each micro-batch. It is added to
     the policy loss of each token. 0: none, whatever the model's configuration says."""

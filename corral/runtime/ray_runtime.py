@@ -39,12 +39,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from corral.runtime import ray_group
 from corral.runtime.connection import connect, disconnect
-from corral.runtime.network import INTERFACE_VARIABLES, answers
+from corral.runtime.network import INTERFACE_VARIABLES, answers, variables_of_interface
 from corral.runtime.node_relay import NodeRelay
 from corral.runtime.nodes import (
     EXIT_WAIT_S,
     HEAD_RESOURCE,
-    WORKER_SLOT,
     Heartbeats,
     Node,
     NodeAgent,
@@ -493,9 +492,10 @@ class RayRuntime(Runtime):
     async def _set_up(self, device: DeviceSlot) -> None:
         own, facts = self._set_of(device.number), device.node.facts
         threads = self.recipe.train.threads
-        if threads is None and self.resource == WORKER_SLOT:
+        if threads is None:  # Ray would give an actor with a GPU one
             threads = max(1, facts.num_cores // len(device.node.devices))
-        interfaces = {name: os.environ.get(name, facts.interface) for name in INTERFACE_VARIABLES}
+        interfaces = variables_of_interface(facts.interface) if facts.interface else {}
+        interfaces |= {name: os.environ[name] for name in INTERFACE_VARIABLES if name in os.environ}
         rank = own.devices.index(device.number)
         span = own.devices[rank : rank + self.recipe.rollout.engine.tensor_parallel]
         setup = WorkerSetup(
@@ -512,7 +512,7 @@ class RayRuntime(Runtime):
             log=device.log,
             node_folder=facts.folder,
             folder=own_folder(),
-            environment={name: value for name, value in interfaces.items() if value is not None},
+            environment=interfaces,
             chosen={name: os.environ[name] for name in self.cluster.environment if name in os.environ},
             debugger=WorkerDebugger(
                 self.token,

@@ -73,7 +73,8 @@ class PipelineSchedule:
         if sender not in range(self.size):
             return None
         received = torch.empty(num_tokens, self.stage.width, dtype=self.stage.dtype, device=self.mesh.device)
-        dist.irecv(received, group=self._group(sender, self.rank), group_src=sender).wait()
+        work: Any = dist.irecv(received, group=self._group(sender, self.rank), group_src=sender)
+        work.wait()
         return received
 
     def _send(self, receiver: int, tensor: Tensor) -> None:

@@ -270,7 +270,7 @@ class ShardingLayout:
         return self.gather(name, None if parameter is None else local_tensor(parameter).to(dtype), dtype)
 
     def to_write(self, name: str, local: Tensor | None, dtype: torch.dtype) -> Tensor | OwnRows:
-        """What this rank writes of a tensor into a file, where all ranks write: the rows that it holds, each on one rank
+        """What this rank writes of a tensor into a file, where all ranks write: rows that it holds, each on one rank
         alone; or where a layer's matrices are cut the whole, which all ranks put together."""
         sharding, mesh = self.parameters[name], self.mesh
         if not mesh.is_sharded or sharding.cut is not None:

@@ -3,7 +3,9 @@
 import asyncio
 import os
 import threading
+from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,16 +16,24 @@ from torch.cuda._utils import _get_device_index
 
 from corral.model.model_loading import default_device
 from corral.recipe.errors import UserError
+from corral.recipe.load import load_recipe
 from corral.recipe.mesh import MeshShape
+from corral.rollout.native_engine import NativeEngine
+from corral.rollout.process_engine import engine_environment
 from corral.runtime import transfer_channels
 from corral.runtime.model_workers import TrainerGroup
-from corral.runtime.ray_group import gpu_variables
+from corral.runtime.network import INTERFACE_VARIABLES
+from corral.runtime.nodes import Node, NodeFacts
+from corral.runtime.ray_group import ActorProcess, DeviceSlot, WorkerSetup, gpu_variables
+from corral.runtime.ray_runtime import DeviceSet, RayRuntime
+from corral.runtime.remote_debugger import DebuggerOptions
 from corral.runtime.transfer_channels import CollectiveChannel
 from corral.runtime.weight_publisher import WeightPublisher
 from corral.runtime.worker import Worker
 from corral.training.replicas import NCCL_VARIABLES, ReplicaLost, Replicas, connect
 
 GPU = torch.device("cuda", 0)
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def test_torch_can_make_the_default_device_current(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +144,59 @@ def test_trainers_and_engines_are_connected_before_the_first_rollout(kind: str) 
     asyncio.run(publisher.connect())
     joined = ["ActorWorker.open_channel", "ActorWorker.join_channel", *2 * ["RolloutWorker.join_channel"]]
     assert called == (joined if kind == "collective" else [])
+
+
+def set_up_of_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **variables: str) -> WorkerSetup:
+    """What a worker on one of four GPUs of a node with 32 cores and `eth1` to `eth17` is told."""
+    for name in INTERFACE_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    told: list[WorkerSetup] = []
+    runtime = RayRuntime(load_recipe(RECIPES / "quickstart.yaml"), tmp_path, "", DebuggerOptions())
+    runtime.resource, runtime.sets = "GPU", [DeviceSet(("actor",), (0, 1, 2, 3), True)]
+    facts = NodeFacts("python", "shim", 32, "eth1", tmp_path, sees_logs=True, debugger=None)
+    node = Node(0, "id", "10.0.0.1", "h1", devices=(0, 1, 2, 3))
+    node.facts = facts
+
+    async def in_time(*_: Any, **__: Any) -> None: ...
+
+    monkeypatch.setattr(runtime, "_in_time", in_time)
+    monkeypatch.setattr("corral.runtime.ray_runtime.own_folder", Path.cwd)
+    actor = SimpleNamespace(set_up=SimpleNamespace(remote=told.append))
+    for number in range(4):
+        process = ActorProcess("", actor, None, 1, [str(number)])
+        runtime.devices[number] = DeviceSlot(number, node, process, tmp_path / "log")
+    asyncio.run(runtime._set_up(runtime.devices[2]))
+    return told[0]
+
+
+def test_gpu_workers_share_their_nodes_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert set_up_of_worker(monkeypatch, tmp_path).threads == 8
+
+
+def test_nccl_takes_no_interface_whose_name_begins_alike(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    own = set_up_of_worker(monkeypatch, tmp_path).environment
+    assert own == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
+    chosen = set_up_of_worker(monkeypatch, tmp_path, NCCL_SOCKET_IFNAME="ib").environment
+    assert chosen == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "ib"}
+
+
+def test_weights_are_staged_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the allocator has cached for one stream is no use to another."""
+    streams: list[object] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams.append(object()) or streams[-1])
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    engine: Any = SimpleNamespace(model=SimpleNamespace(device=GPU), staging=None)
+    for _ in range(3):
+        assert NativeEngine._stage(engine, []) == []
+    assert len(streams) == 1
+
+
+def test_an_engines_process_has_no_expandable_segments() -> None:
+    given = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:64", "PATH": "/bin"}
+    assert engine_environment(given) == {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "PATH": "/bin"}
 
 
 def test_a_worker_sees_its_own_gpu_whatever_ray_was_told() -> None:
