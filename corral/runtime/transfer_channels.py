@@ -110,9 +110,19 @@ def pack(
         places.append(TensorPlace(name, tensor.shape, tensor.dtype, used))
         if is_own:
             places[-1].view(content).copy_(tensor.detach())
-        used += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        used += aligned(tensor.nbytes)
     if places:
         yield Bucket(tuple(places), content[: places[-1].end])
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def sum_of_bits(content: Tensor) -> Tensor:
+    """Returns the sum of a bucket's words, and of the bytes behind them. Nothing waits for the device."""
+    words = content[: len(content) // 4 * 4].view(torch.int32)
+    return words.sum(dtype=torch.int64) + content[len(words) * 4 :].sum(dtype=torch.int64)
 
 
 def unpack(buckets: Generator[Bucket], layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
@@ -268,14 +278,22 @@ class CollectiveChannel(Channel):
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> TransferHandle:
         self._begin()
         [group], travelling, num_buckets = self.groups, deque[tuple[str, Any]](), 0
-        allocate = reused_memory(self.device, num_buckets=2)
+        reused, memory = reused_memory(self.device, num_buckets=2), torch.empty(0)
+
+        def allocate(size: int) -> Tensor:
+            nonlocal memory
+            memory = reused(aligned(size) + SUM_BYTES)
+            return memory[:size]
+
         shares = {"sender": self.rank, "num_senders": self.num_senders}
         try:
             for places, content in pack(weights, self.bucket_bytes, allocate, **shares):
                 if num_buckets % self.num_senders == self.rank:
                     self._announce(num_buckets, places)
                     failed = f"bucket {num_buckets} of the weights did not reach all receivers"
-                    travelling.append((failed, self._broadcast(group, content, failed)))
+                    sealed = memory[: aligned(len(content)) + SUM_BYTES]
+                    sum_behind(sealed).copy_(sum_of_bits(content))
+                    travelling.append((failed, self._broadcast(group, sealed, failed)))
                     if len(travelling) == 2:  # the next bucket is put together in the memory of the first
                         self._wait(*travelling.popleft())
                 num_buckets += 1
@@ -291,7 +309,7 @@ class CollectiveChannel(Channel):
 
     def arriving(self, sent: tuple[SentBucket, ...]) -> Generator[Bucket]:
         self._begin()
-        index, arriving, is_last = 0, deque[tuple[Bucket, str, Any]](), False
+        index, arriving, is_last = 0, deque[tuple[Bucket, Tensor, str, Any]](), False
         allocate = reused_memory(self.device, num_buckets=self.num_senders + 1)
         try:
             while not is_last or arriving:
@@ -300,16 +318,17 @@ class CollectiveChannel(Channel):
                 while not is_last and len(arriving) <= self.num_senders and (not arriving or self._is_announced(index)):
                     failed = f"bucket {index} of the weights did not arrive"
                     if places := self._await_bucket(index, failed):
-                        content = allocate(places[-1].end)
-                        work = self._broadcast(self.groups[index % self.num_senders], content, failed)
-                        arriving.append((Bucket(places, content), failed, work))
+                        sealed = allocate(aligned(places[-1].end) + SUM_BYTES)
+                        work = self._broadcast(self.groups[index % self.num_senders], sealed, failed)
+                        arriving.append((Bucket(places, sealed[: places[-1].end]), sealed, failed, work))
                     index, is_last = index + 1, not places
                 if arriving:
-                    bucket, failed, work = arriving.popleft()
+                    bucket, sealed, failed, work = arriving.popleft()
                     self._wait(failed, work)
                     yield bucket
-                    if self.device.type == "cuda":  # copied, before another bucket arrives in its memory
-                        torch.cuda.current_stream(self.device).synchronize()
+                    # Read when the bucket is copied, before another one arrives in its memory.
+                    if int(sum_of_bits(bucket.content) - sum_behind(sealed)[0]):
+                        raise RunError(f"{failed} as it was sent: the sums of its bits differ")
         except BaseException:
             self.close()
             raise
@@ -384,6 +403,14 @@ def end_groups(groups: list[Any]) -> None:
     while groups:
         with suppress(RuntimeError):  # what has failed may fail to end as well
             groups.pop().abort()
+
+
+SUM_BYTES = 8
+"""Bytes behind a bucket that is broadcast: the sum of its bits."""
+
+
+def sum_behind(sealed: Tensor) -> Tensor:
+    return sealed[-SUM_BYTES:].view(torch.int64)
 
 
 # --- through Ray's object store
