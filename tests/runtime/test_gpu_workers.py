@@ -21,7 +21,7 @@ from corral.recipe.mesh import MeshShape
 from corral.rollout.native_engine import NativeEngine
 from corral.rollout.process_engine import engine_environment
 from corral.runtime import transfer_channels
-from corral.runtime.model_workers import TrainerGroup
+from corral.runtime.model_workers import ActorWorker, TrainerGroup, mesh_of_worker
 from corral.runtime.network import INTERFACE_VARIABLES
 from corral.runtime.nodes import Node, NodeFacts
 from corral.runtime.ray_group import ActorProcess, DeviceSlot, WorkerSetup, gpu_variables
@@ -29,7 +29,7 @@ from corral.runtime.ray_runtime import DeviceSet, RayRuntime
 from corral.runtime.remote_debugger import DebuggerOptions
 from corral.runtime.transfer_channels import CollectiveChannel
 from corral.runtime.weight_publisher import WeightPublisher
-from corral.runtime.worker import Worker
+from corral.runtime.worker import Worker, WorkerContext
 from corral.training.replicas import NCCL_VARIABLES, ReplicaLost, Replicas, connect
 
 GPU = torch.device("cuda", 0)
@@ -144,6 +144,14 @@ def test_trainers_and_engines_are_connected_before_the_first_rollout(kind: str) 
     asyncio.run(publisher.connect())
     joined = ["ActorWorker.open_channel", "ActorWorker.join_channel", *2 * ["RolloutWorker.join_channel"]]
     assert called == (joined if kind == "collective" else [])
+
+
+def test_roles_of_a_worker_have_one_set_of_groups() -> None:
+    context = WorkerContext(0, 1, "127.0.0.1", torch.device("cpu"), 20.0)
+    actor = ActorWorker.__new__(ActorWorker)
+    actor.mesh = context_mesh = mesh_of_worker(context, MeshShape())
+    context.roles["actor"] = actor
+    assert mesh_of_worker(context, MeshShape()) is context_mesh
 
 
 def set_up_of_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **variables: str) -> WorkerSetup:
