@@ -48,20 +48,25 @@ Allocate = Callable[[int], Tensor]
 
 
 class TensorPlace(NamedTuple):
-    """A tensor in a bucket."""
+    """A tensor in a bucket, or one of the parts of a large one."""
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
     start: int
     """Offset of its first byte in the bucket."""
+    part: tuple[int, int] | None = None
+    """First number and number behind the last one. None: all of them."""
 
     @property
     def end(self) -> int:
-        return self.start + self.shape.numel() * self.dtype.itemsize
+        first, behind = self.part or (0, self.shape.numel())
+        return self.start + (behind - first) * self.dtype.itemsize
 
     def view(self, content: Tensor) -> Tensor:
-        return content[self.start : self.end].view(self.dtype).view(self.shape)
+        """The tensor; of a part, its numbers in a row."""
+        numbers = content[self.start : self.end].view(self.dtype)
+        return numbers.view(self.shape) if self.part is None else numbers
 
 
 class Bucket(NamedTuple):
@@ -93,26 +98,39 @@ def pack(
     *,
     sender: int = 0,
     num_senders: int = 1,
+    splits: bool = False,
 ) -> Iterator[Bucket]:
-    """Fills buckets, each with what fits into `bucket_bytes`, or with a single tensor that does not. A tensor is copied
-    as it comes, so that only one is alive beside the bucket. Several senders, who see the same tensors, fill one bucket
-    each in turn."""
+    """Fills buckets, each with what fits into `bucket_bytes`, or with a single tensor that does not, unless it `splits`
+    these. A tensor is copied as it comes, so that only one is alive beside the bucket. Several senders, who see the
+    same tensors, fill one bucket each in turn."""
     places: list[TensorPlace] = []
     nothing = torch.empty(0, dtype=torch.uint8)
     content, used, index = nothing, 0, 0
-    for name, tensor in weights:
-        if places and used + tensor.nbytes > bucket_bytes:
+    parts = (
+        (name, tensor, part)
+        for name, tensor in weights
+        for part in (parts_of(tensor, bucket_bytes) if splits and tensor.nbytes > bucket_bytes else [None])
+    )
+    for name, tensor, part in parts:
+        num_bytes = tensor.nbytes if part is None else (part[1] - part[0]) * tensor.itemsize
+        if places and used + num_bytes > bucket_bytes:
             yield Bucket(tuple(places), content[: places[-1].end])
             places, used, index = [], 0, index + 1
         is_own = index % num_senders == sender
         if not places:
-            content = allocate(max(bucket_bytes, tensor.nbytes)) if is_own else nothing
-        places.append(TensorPlace(name, tensor.shape, tensor.dtype, used))
+            content = allocate(max(bucket_bytes, num_bytes)) if is_own else nothing
+        places.append(TensorPlace(name, tensor.shape, tensor.dtype, used, part))
         if is_own:
-            places[-1].view(content).copy_(tensor.detach())
-        used += aligned(tensor.nbytes)
+            source = tensor.detach()
+            places[-1].view(content).copy_(source if part is None else source.reshape(-1)[part[0] : part[1]])
+        used += aligned(num_bytes)
     if places:
         yield Bucket(tuple(places), content[: places[-1].end])
+
+
+def parts_of(tensor: Tensor, num_bytes: int) -> list[tuple[int, int]]:
+    starts = range(0, tensor.numel(), max(1, num_bytes // tensor.itemsize))
+    return [(start, min(start + starts.step, tensor.numel())) for start in starts]
 
 
 def aligned(num_bytes: int) -> int:
@@ -128,11 +146,21 @@ def sum_of_bits(content: Tensor) -> Tensor:
 def unpack(buckets: Generator[Bucket], layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors, so long as they are those of `layout`."""
     expected = iter(layout)
+    whole = torch.empty(0)
     with closing(buckets):
         for places, content in buckets:
             for place in places:
-                check_tensor(place, next(expected, None))
-                yield place.name, place.view(content)
+                first, behind = place.part or (0, place.shape.numel())
+                if first == 0:
+                    check_tensor(place, next(expected, None))
+                if place.part is None:
+                    yield place.name, place.view(content)
+                    continue
+                if first == 0:
+                    whole = torch.empty(place.shape, dtype=place.dtype, device=content.device)
+                whole.view(-1)[first:behind] = place.view(content)
+                if behind == whole.numel():
+                    yield place.name, whole
         check_tensor(None, next(expected, None))
 
 
@@ -287,7 +315,7 @@ class CollectiveChannel(Channel):
 
         shares = {"sender": self.rank, "num_senders": self.num_senders}
         try:
-            for places, content in pack(weights, self.bucket_bytes, allocate, **shares):
+            for places, content in pack(weights, self.bucket_bytes, allocate, **shares, splits=True):
                 if num_buckets % self.num_senders == self.rank:
                     self._announce(num_buckets, places)
                     failed = f"bucket {num_buckets} of the weights did not reach all receivers"
@@ -344,7 +372,8 @@ class CollectiveChannel(Channel):
     def _announce(self, index: int, places: tuple[TensorPlace, ...] | None) -> None:
         """`places`: None when nothing comes."""
         rows = [
-            (name, list(shape), str(dtype).removeprefix("torch."), start) for name, shape, dtype, start in places or ()
+            (name, list(shape), str(dtype).removeprefix("torch."), start, part)
+            for name, shape, dtype, start, part in places or ()
         ]
         self.store.set(self._key(index), json.dumps(None if places is None else rows))
         self.announced.append(self._key(index))
@@ -364,7 +393,8 @@ class CollectiveChannel(Channel):
         if rows is None:
             raise RunError(f"{failed}: its sender failed")
         return tuple(
-            TensorPlace(name, torch.Size(shape), getattr(torch, dtype), start) for name, shape, dtype, start in rows
+            TensorPlace(name, torch.Size(shape), getattr(torch, dtype), start, part and (part[0], part[1]))
+            for name, shape, dtype, start, part in rows
         )
 
     def _broadcast(self, group: Any, content: Tensor, failed: str) -> Any:

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 from corral.recipe.errors import RunError
 from corral.rollout.engine import WeightLayout
 from corral.runtime.transfer_channels import (
+    Bucket,
     Channel,
     CollectiveChannel,
     IpcChannel,
@@ -32,6 +33,7 @@ from corral.runtime.transfer_channels import (
     TransferHandle,
     pack,
     reused_memory,
+    unpack,
 )
 from corral.runtime.worker import Worker
 
@@ -85,6 +87,15 @@ def test_a_bucket_is_no_larger_than_asked_unless_one_tensor_is() -> None:
         ["nothing", "transposed", "half"],
     ]
     assert [size <= BUCKET for _, size in buckets] == [True, False, True]
+
+
+def test_large_tensors_are_split_where_every_bucket_is_in_memory_at_once() -> None:
+    weights = odd_weights()
+    buckets = [
+        Bucket(places, content.clone()) for places, content in pack(weights, 1000, reused_memory(CPU), splits=True)
+    ]
+    assert max(len(content) for _, content in buckets) <= 1000
+    assert_same([(name, tensor.clone()) for name, tensor in unpack((one for one in buckets), layout(weights))], weights)
 
 
 # --- through memory of the node
