@@ -36,6 +36,7 @@ from corral.recipe.plan import make_plan
 from corral.recipe.schema import Model, Optimizer
 from corral.recipe.shape import ModelShape
 from corral.training.native_trainer import NativePolicyTrainer, NativeValueTrainer, PackPrediction, ValueModel
+from corral.training.optimizer import total_norm
 from corral.training.sharding import ShardedModel, local_tensor
 
 pytestmark = pytest.mark.slow
@@ -222,6 +223,23 @@ def norm_of_step(shape: MeshShape) -> float:
 @pytest.mark.parametrize("shape", [MeshShape(shard=2), MeshShape(tensor=2), MeshShape(pipeline=2)], ids=name)
 def test_all_ranks_clip_by_the_same_norm(team: Teams, shape: MeshShape) -> None:
     assert len(set(team(2).run(norm_of_step, shape))) == 1
+
+
+def waits_for_the_device(shape: MeshShape) -> tuple[int, int]:
+    """-> (how often the host reads a tensor for the norm, number of parameters)"""
+    mesh = mesh_of(shape)
+    policy, reads, cpu = policy_of(build_model("llama"), mesh), list[str](), torch.Tensor.cpu
+    sharded_cases.backward(policy, own_packs(small_batch(), mesh))
+    assert policy.optimizer is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "cpu", lambda tensor: reads.append("") or cpu(tensor))
+        total_norm(policy.optimizer.masters, policy.layout)
+    return len(reads), len(policy.optimizer.masters)
+
+
+def test_the_norm_of_many_shards_waits_for_the_device_a_few_times(team: Teams) -> None:
+    for num_reads, num_parameters in team(2).run(waits_for_the_device, MeshShape(shard=2)):
+        assert num_reads <= 4 < num_parameters
 
 
 def devices_of_offloaded(shape: MeshShape) -> set[str]:
