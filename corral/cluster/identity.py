@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from corral.recipe.errors import UserError
-from corral.runtime.network import INTERFACE_VARIABLES, address_of, interface_towards, is_loopback, source_address
+from corral.runtime.network import (
+    INTERFACE_VARIABLES,
+    address_of,
+    interface_towards,
+    is_loopback,
+    source_address,
+    variables_of_interface,
+)
 
 PORT = 6379  # Ray's own default, and that of the guides
 MAX_NODES = 100_000
@@ -267,7 +274,8 @@ def check_own_address(address: str) -> str:
 def interface_variables(address: str) -> dict[str, str]:
     """Variables that name the interface for gloo and NCCL, with the user's values where they are set."""
     name = interface_towards(address)
-    return {} if name is None else {variable: os.environ.get(variable) or name for variable in INTERFACE_VARIABLES}
+    found = {} if name is None else variables_of_interface(name)
+    return {variable: os.environ.get(variable) or own for variable, own in found.items()}
 
 
 def describe_addresses(addresses: dict[str, str]) -> str:

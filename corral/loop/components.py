@@ -232,8 +232,10 @@ async def open_components(
                 returns_weights=recipe.needs_engine and engine_returns_weights(recipe, runtime.placement),
                 senders=first_of_each_node([fact["address"] for fact in facts["actor"]]),
             )
-            if recipe.needs_engine and loads_base_only(recipe, resume_from):
-                await publisher.publish(publisher.version)
+            if recipe.needs_engine:
+                await publisher.connect()
+                if loads_base_only(recipe, resume_from):
+                    await publisher.publish(publisher.version)
             yield RunComponents(
                 recipe=recipe,
                 tokenizer=tokenizer,

@@ -223,7 +223,7 @@ async def supervise(
             console.warn(f"{error}; the run goes on from {earlier.name}")
         except WorkerLost as lost:
             unseen.clear()
-            own = find_checkpoint(folder.checkpoints, "auto") if began else None
+            own = find_checkpoint(folder.checkpoints, "auto", hashes=False) if began else None
             step = -1 if own is None else int(read_state(own)["step"])
             restarts = 1 if step > saved_step else restarts + 1
             if lost.node is not None:

@@ -32,7 +32,8 @@ MAX_TEMPLATE_BYTES = 1 << 20
 
 
 def default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Returns this process's device, a GPU with its number: `torch.cuda.set_device` takes none without."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -3,8 +3,7 @@
 P is the number of parameters, b the bytes of one weight, S the devices that hold one copy of a model together
 (`train.parallel` without replicate); of a pipeline, what its largest stage has is counted. A rollout device that does
 not hold the whole actor has its own copy of the weights. What stays between phases (weights, optimizer state) counts in
-all of them; what `train.offload` takes to the host, only where the device computes with it. Buffers in which weights
-travel are left out.
+all of them; what `train.offload` takes to the host, only where the device computes with it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,13 @@ from typing import Literal
 
 from corral.recipe.errors import RecipeError
 from corral.recipe.mesh import MeshShape, deal_layers
-from corral.recipe.placement import Placement, engine_returns_weights, format_devices, resolve_meshes
+from corral.recipe.placement import (
+    Placement,
+    engine_returns_weights,
+    format_devices,
+    resolve_meshes,
+    transfer_kind,
+)
 from corral.recipe.presets import ResolvedAlgorithm
 from corral.recipe.recipe_warnings import needs_logprobs
 from corral.recipe.rules import max_trajectory_tokens
@@ -37,6 +42,10 @@ UP_TO_A_BUDGET = ("KV of turns before, at most", "activations", "logits of a dec
 """Items that grow with the tokens or sequences computed together, which a recipe only bounds: a step may have fewer."""
 REWARD_MODEL_WEIGHTS = "reward model weights"
 GIB = 2**30
+COMMUNICATOR = 300 * 2**20
+"""Bytes of one of NCCL's connections: an allowance. 200 to 700 MiB are known of eight H100s, and less of few GPUs."""
+BUCKET_BYTES = 256 * 2**20
+"""Bytes of a bucket in which weights travel (`runtime/transfer_channels.py`, which engines load without recipes)."""
 LARGEST_GPU = 288e9 / GIB
 """Most memory of a GPU that Corral runs on, in GiB: NVIDIA's B300, by its data sheet of 2025."""
 USUAL_GPU = 80
@@ -135,7 +144,9 @@ def estimate_memory(
     """`auto_bytes`: of a weight whose type is `auto`."""
     returns_weights = recipe.needs_engine and engine_returns_weights(recipe, placement)
     meshes = resolve_meshes(recipe, placement)
-    estimate = _Estimate(recipe, algorithm, meshes, shape, auto_bytes, on_gpu, returns_weights)
+    broadcast = recipe.needs_engine and transfer_kind(recipe, placement) == "collective"
+    nodes = {device // recipe.cluster.devices_per_node for device in placement.roles["actor"]} if broadcast else ()
+    estimate = _Estimate(recipe, algorithm, meshes, shape, auto_bytes, on_gpu, returns_weights, len(nodes))
     phases = phases_of(recipe, algorithm)
     groups = [
         DeviceMemory(roles, devices, tuple(estimate.items(roles)), phases)
@@ -166,6 +177,8 @@ class _Estimate:
     auto_bytes: int
     on_gpu: bool
     returns_weights: bool
+    num_senders: int
+    """Number of trainers that broadcast weights; 0: these travel in another way."""
 
     @property
     def weight_bytes(self) -> int:
@@ -186,6 +199,8 @@ class _Estimate:
         for role in ("actor", "critic"):
             if role in roles:
                 yield MemoryItem(f"{role} optimizer", self.optimizer_states(role, roles))
+        if communicators := self.communicators(roles):
+            yield MemoryItem("NCCL", self.always(communicators))
         if "rollout" in roles:
             yield MemoryItem(KV_CACHE, {"rollout": self.kv_cache()})
             if self.recipe.rollout.max_turns > 1 and not self.on_gpu:  # there they are pages of the cache itself
@@ -208,6 +223,16 @@ class _Estimate:
         if not sleeps and not self.returns_weights:
             return phases
         return ("rollout", "logprobs") if self.recipe.needs_reward_model and not sleeps else ("rollout",)
+
+    def communicators(self, roles: tuple[str, ...]) -> int:
+        """What NCCL takes beside torch. Roles on the same devices have the same groups. Weights that are broadcast have
+        a group for each sender, of which there is one on each node of trainers, and buckets."""
+        number, travelling = self.mesh_of(roles).num_communicators, 0
+        if self.num_senders and "rollout" in roles:
+            number, travelling = number + self.num_senders, self.num_senders + 1
+        elif self.num_senders and "actor" in roles:
+            number, travelling = number + 1, 2
+        return self.on_gpu * (number * COMMUNICATOR + travelling * BUCKET_BYTES)
 
     def always(self, size: int) -> dict[Phase, int]:
         return dict.fromkeys(phases_of(self.recipe, self.algorithm), size)

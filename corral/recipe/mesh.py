@@ -48,6 +48,15 @@ class MeshShape:
         """Shape of the ranks that hold one copy of the model together."""
         return replace(self, replicate=1)
 
+    @property
+    def num_communicators(self) -> int:
+        """Number of connections of NCCL's that a rank has: for each dimension, for sharded parameters and experts where
+        these are not all of its copy, for the copy, in each direction to two neighbors, and to other copies."""
+        dimensions = [self.pipeline, self.shard, self.expert, self.context, self.tensor]
+        sharded = [self.shard * self.expert * self.context, self.shard * self.context * (self.expert > 1)]
+        smaller = sum(1 < size < self.copy.size for size in dimensions + sharded)
+        return smaller + (self.copy.size > 1) + 4 * (self.pipeline > 1) + (self.replicate > 1)
+
     def place_in_copies(self, rank: int) -> tuple[int, int]:
         """Returns of which copy of the model a rank holds a part, and its rank among those that hold that copy."""
         stage, in_stage = divmod(rank, self.stage_size)

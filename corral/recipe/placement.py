@@ -97,6 +97,17 @@ def transfer_kind(recipe: Recipe, placement: "Placement") -> TransferKind:
     return "shared" if placement.colocated else "collective"
 
 
+def check_ipc_of_gpus(recipe: Recipe, placement: "Placement") -> None:
+    """Refuses `ipc` where devices are GPUs: a worker sees its own only, and maps no memory of another."""
+    if recipe.needs_engine and transfer_kind(recipe, placement) == "ipc":
+        raise RecipeError(
+            [
+                "`cluster.transfer: ipc` does not work between GPUs: each worker sees its own only, and cannot map the "
+                "trainer's memory; leave it at auto, which is collective here (NCCL, over NVLink where there is one)"
+            ]
+        )
+
+
 def role_mesh(recipe: Recipe, role: str, num_devices: int) -> MeshShape:
     """The mesh of a role on its devices. Raises a RecipeError where it does not fit them."""
     if role == "reward_model":

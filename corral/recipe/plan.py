@@ -27,6 +27,7 @@ from corral.recipe.mesh import MeshShape, moves_by_all_to_all, other_ranks_of_to
 from corral.recipe.placement import (
     Placement,
     TransferKind,
+    check_ipc_of_gpus,
     engine_returns_weights,
     format_devices,
     resolve_meshes,
@@ -177,6 +178,8 @@ def make_plan(
     warnings = check(recipe)
     algorithm = resolve_algorithm(recipe)
     placement, _ = resolve_placement(recipe, algorithm)
+    if device not in (None, "cpu"):
+        check_ipc_of_gpus(recipe, placement)
     recipe, mesh_reason = with_default_mesh(recipe, placement, model_shape)
     rows = known_rows(recipe, num_rows)
     on_gpu = device not in (None, "cpu") or recipe.cluster.device_memory is not None

@@ -651,7 +651,7 @@ class Train(Section):
     logits_chunk: PositiveInt | None = None
     """Tokens whose logits exist at the same time. None: 256 on a CPU, 8192 on a GPU."""
     threads: PositiveInt | None = None
-    """CPU threads of the trainer. None: all cores."""
+    """CPU threads of the trainer. None: all cores, on a cluster the node's, in equal parts for its workers."""
     router_aux_loss_coef: NaturalFloat = 0.0
     """Coefficient of a mixture's load-balancing loss, as in transformers' models, of each micro-batch. It is added to
     the policy loss of each token. 0: none, whatever the model's configuration says."""
@@ -796,8 +796,8 @@ class Cluster(Section):
     """Roles to devices: `all`, `0-19` (inclusive), `0,2,5`, `[0, 1]`, `list(range(0, 4))`."""
     transfer: Literal["auto", "shared", "collective", "object", "ipc"] = "auto"
     """How new weights reach the rollout. shared: within a process. collective: broadcast (NCCL, gloo). object: through
-    Ray's object store. ipc: through memory of the node that both processes map; of a GPU, only if both see it. auto:
-    shared where actor and rollout have the same devices, else collective."""
+    Ray's object store. ipc: through memory of the node that both processes map, not between GPUs. auto: shared where
+    actor and rollout have the same devices, else collective."""
     environment: list[str] = []
     """Names of environment variables, such as HF_TOKEN, that workers get with the values they have where `corral train`
     or `corral submit` is started. Where they are not set there, workers keep their node's own."""

@@ -25,12 +25,11 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from corral.recipe.errors import RunError, UserError
 from corral.rollout.engine import Sampling
-from corral.runtime.transfer_channels import SentBucket, TensorPlace
+from corral.runtime.transfer_channels import SentBucket, TensorPlace, sum_of_bits
 
 REPORT_EVERY_S = 0.02
 CANCEL = "cancel"
@@ -90,8 +89,7 @@ class WeightBucket:
 
 
 def checksum(content: Tensor) -> int:
-    words = content[: len(content) // 4 * 4].view(torch.int32)
-    return int(words.sum(dtype=torch.int64)) + int(content[len(words) * 4 :].sum(dtype=torch.int64))
+    return int(sum_of_bits(content))
 
 
 class EngineBackend(Protocol):

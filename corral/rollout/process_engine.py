@@ -115,7 +115,7 @@ class ProcessEngine:
                     [self.python, "-m", "corral.rollout.engine_process", str(other.fileno()), str(self.folder)],
                     stdout=log,
                     stderr=log,
-                    env={**os.environ, **self.environment, "PYTHONPATH": search_path},
+                    env={**engine_environment(os.environ), **self.environment, "PYTHONPATH": search_path},
                     pass_fds=[other.fileno()],
                 )
             except OSError as error:
@@ -341,6 +341,16 @@ class ProcessEngine:
             self.wire.close()
         self._free()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def engine_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns an environment for an engine: without expandable segments, with which vLLM cannot sleep, and whose memory
+    other processes cannot map in most containers."""
+    kept = dict(environment)
+    for name in kept.keys() & {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}:
+        options = [option for option in kept[name].split(",") if not option.strip().startswith("expandable_segments")]
+        kept[name] = ",".join(options)
+    return kept
 
 
 def as_in_checkpoints(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -21,7 +21,7 @@ from corral.recipe.errors import RunError, UserError, first_line
 from corral.recipe.schema import Cluster
 from corral.runtime.membership import find_membership, state_folder
 from corral.runtime.network import answers
-from corral.runtime.nodes import WORKER_SLOT
+from corral.runtime.nodes import WORKER_SLOT, workers_per_gpu
 from corral.runtime.token import reload_token, use_token_of
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ def start_here(cluster: Cluster) -> None:
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
         reload_token()
-    gpus, folder = torch.cuda.device_count(), make_ray_folder()
+    gpus, folder = torch.cuda.device_count() * workers_per_gpu(os.environ), make_ray_folder()
     with loopback(), without_monitors():
         try:
             ray.init(

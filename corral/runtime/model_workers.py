@@ -217,7 +217,7 @@ class ModelWorker(Role, ABC):
         self.recipe, self.context = recipe, context
         self.algorithm = resolve_algorithm(recipe)
         shape = mesh_shape(recipe.train.parallel, context.size, role)
-        self.mesh = ProcessMesh.build(shape, context.device, context.timeout_s, context.replicas)
+        self.mesh = mesh_of_worker(context, shape)
         self.progress = UpdateProgress()
         self.deferred = DeferredWrites(0)
         settings = recipe.model.model_copy(update={"path": path or recipe.model.path})
@@ -312,6 +312,15 @@ class ModelWorker(Role, ABC):
         recipe = self.recipe
         assert recipe.schedule.steps is not None, "the controller has worked it out"
         return recipe.schedule.steps * recipe.batch.updates_per_step * recipe.batch.ppo_epochs
+
+
+def mesh_of_worker(context: WorkerContext, shape: MeshShape) -> ProcessMesh:
+    """Returns the mesh of a role that was built here before, if it has this shape: groups take memory of the device,
+    and roles take turns."""
+    for role in context.roles.values():
+        if isinstance(role, ModelWorker) and role.mesh.shape == shape:
+            return role.mesh
+    return ProcessMesh.build(shape, context.device, context.timeout_s, context.replicas)
 
 
 class PolicyWorker(ModelWorker):

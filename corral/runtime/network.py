@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
+
+def variables_of_interface(interface: str) -> dict[str, str]:
+    """Variables with which gloo and NCCL use an interface. NCCL takes a bare name for the beginning of one."""
+    return dict(zip(INTERFACE_VARIABLES, (interface, f"={interface}"), strict=True))
+
+
 SIOCGIFADDR = 0x8915
 NAME_BYTES = 16
 CONNECT_S = 3.0

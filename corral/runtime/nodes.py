@@ -396,6 +396,16 @@ def devices_table(resource: str) -> str:
 
 # --- actors
 
+WORKERS_PER_GPU = "CORRAL_WORKERS_PER_GPU"
+"""Environment variable: number of workers that share each GPU. Ray has so many times as many GPUs then."""
+
+
+def workers_per_gpu(environment: Mapping[str, str]) -> int:
+    written = environment.get(WORKERS_PER_GPU, "1")
+    if not written.isdecimal() or int(written) < 1:
+        raise UserError(f"{WORKERS_PER_GPU}: {written} is not the number of workers that share a GPU")
+    return int(written)
+
 
 def remote_class(kind: type, where: Any, *, py_executable: str | None = None, **options: Any) -> Any:
     """Makes a class whose objects are actors, with the controller's import path: functions that a recipe names live
@@ -406,6 +416,8 @@ def remote_class(kind: type, where: Any, *, py_executable: str | None = None, **
         # Torch warns of host names that cannot be resolved, and such.
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
+    if WORKERS_PER_GPU in os.environ:
+        variables[WORKERS_PER_GPU] = os.environ[WORKERS_PER_GPU]
     environment: dict[str, Any] = {"env_vars": variables}
     if py_executable is not None:
         environment["py_executable"] = py_executable

@@ -23,7 +23,7 @@ from corral.child_process import describe_exit
 from corral.observe.run_files import write_atomically
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.mesh import MeshShape
-from corral.recipe.placement import MESH_ROLES, Placement, role_mesh
+from corral.recipe.placement import MESH_ROLES, Placement, check_ipc_of_gpus, role_mesh
 from corral.recipe.schema import Recipe
 from corral.runtime.group import CallTimeout, Ranks, Runtime, WorkerLost, gather_calls
 from corral.runtime.worker import BUILDER, Worker
@@ -39,12 +39,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from corral.runtime import ray_group
 from corral.runtime.connection import connect, disconnect
-from corral.runtime.network import INTERFACE_VARIABLES, answers
+from corral.runtime.network import INTERFACE_VARIABLES, answers, variables_of_interface
 from corral.runtime.node_relay import NodeRelay
 from corral.runtime.nodes import (
     EXIT_WAIT_S,
     HEAD_RESOURCE,
-    WORKER_SLOT,
     Heartbeats,
     Node,
     NodeAgent,
@@ -157,6 +156,8 @@ class RayRuntime(Runtime):
         connect(self.cluster)
         self.gcs_address = ray.get_runtime_context().gcs_address
         self.resource, nodes = await find_nodes(self.cluster, without, self.report)
+        if self.resource == "GPU":
+            check_ipc_of_gpus(self.recipe, placement)
         self.placement = restrict_placement(placement, nodes, self.cluster.devices_per_node, without)
         self.nodes = [node for node in nodes if node.devices]
         await self._start_nodes(self.nodes)
@@ -491,9 +492,10 @@ class RayRuntime(Runtime):
     async def _set_up(self, device: DeviceSlot) -> None:
         own, facts = self._set_of(device.number), device.node.facts
         threads = self.recipe.train.threads
-        if threads is None and self.resource == WORKER_SLOT:
+        if threads is None:  # Ray would give an actor with a GPU one
             threads = max(1, facts.num_cores // len(device.node.devices))
-        interfaces = {name: os.environ.get(name, facts.interface) for name in INTERFACE_VARIABLES}
+        interfaces = variables_of_interface(facts.interface) if facts.interface else {}
+        interfaces |= {name: os.environ[name] for name in INTERFACE_VARIABLES if name in os.environ}
         rank = own.devices.index(device.number)
         span = own.devices[rank : rank + self.recipe.rollout.engine.tensor_parallel]
         setup = WorkerSetup(
@@ -510,7 +512,7 @@ class RayRuntime(Runtime):
             log=device.log,
             node_folder=facts.folder,
             folder=own_folder(),
-            environment={name: value for name, value in interfaces.items() if value is not None},
+            environment=interfaces,
             chosen={name: os.environ[name] for name in self.cluster.environment if name in os.environ},
             debugger=WorkerDebugger(
                 self.token,
@@ -585,10 +587,12 @@ class RayRuntime(Runtime):
             call.result()
         if late:
             names = ", ".join(group.names[rank] for rank, call in zip(ranks, calls, strict=True) if call in late)
+            nodes = {node.id: node for rank in ranks for node in [self.devices[one.devices[rank]].node]}
+            used = ", ".join(f"{node.facts.interface} on {node}" for node in nodes.values())
             raise CallTimeout(
                 f"the workers of {', '.join(one.roles)} did not all connect to {rendezvous} and to each other within "
                 f"{limit_s:g} s (`cluster.start_timeout_s`): {names}. A firewall between the nodes, or the wrong "
-                f"network ({' and '.join(INTERFACE_VARIABLES)} choose another)"
+                f"network: they use {used}, unless {' and '.join(INTERFACE_VARIABLES)} name another"
             )
 
     def _set_of(self, device: int) -> DeviceSet:

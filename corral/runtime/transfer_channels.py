@@ -16,6 +16,7 @@ Which version the weights are, and who may use them when, is the caller's busine
 import json
 import mmap
 import os
+import threading
 import uuid
 from abc import ABC, abstractmethod
 from collections import deque
@@ -47,20 +48,25 @@ Allocate = Callable[[int], Tensor]
 
 
 class TensorPlace(NamedTuple):
-    """A tensor in a bucket."""
+    """A tensor in a bucket, or one of the parts of a large one."""
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
     start: int
     """Offset of its first byte in the bucket."""
+    part: tuple[int, int] | None = None
+    """First number and number behind the last one. None: all of them."""
 
     @property
     def end(self) -> int:
-        return self.start + self.shape.numel() * self.dtype.itemsize
+        first, behind = self.part or (0, self.shape.numel())
+        return self.start + (behind - first) * self.dtype.itemsize
 
     def view(self, content: Tensor) -> Tensor:
-        return content[self.start : self.end].view(self.dtype).view(self.shape)
+        """The tensor; of a part, its numbers in a row."""
+        numbers = content[self.start : self.end].view(self.dtype)
+        return numbers.view(self.shape) if self.part is None else numbers
 
 
 class Bucket(NamedTuple):
@@ -92,36 +98,69 @@ def pack(
     *,
     sender: int = 0,
     num_senders: int = 1,
+    splits: bool = False,
 ) -> Iterator[Bucket]:
-    """Fills buckets, each with what fits into `bucket_bytes`, or with a single tensor that does not. A tensor is copied
-    as it comes, so that only one is alive beside the bucket. Several senders, who see the same tensors, fill one bucket
-    each in turn."""
+    """Fills buckets, each with what fits into `bucket_bytes`, or with a single tensor that does not, unless it `splits`
+    these. A tensor is copied as it comes, so that only one is alive beside the bucket. Several senders, who see the
+    same tensors, fill one bucket each in turn."""
     places: list[TensorPlace] = []
     nothing = torch.empty(0, dtype=torch.uint8)
     content, used, index = nothing, 0, 0
-    for name, tensor in weights:
-        if places and used + tensor.nbytes > bucket_bytes:
+    parts = (
+        (name, tensor, part)
+        for name, tensor in weights
+        for part in (parts_of(tensor, bucket_bytes) if splits and tensor.nbytes > bucket_bytes else [None])
+    )
+    for name, tensor, part in parts:
+        num_bytes = tensor.nbytes if part is None else (part[1] - part[0]) * tensor.itemsize
+        if places and used + num_bytes > bucket_bytes:
             yield Bucket(tuple(places), content[: places[-1].end])
             places, used, index = [], 0, index + 1
         is_own = index % num_senders == sender
         if not places:
-            content = allocate(max(bucket_bytes, tensor.nbytes)) if is_own else nothing
-        places.append(TensorPlace(name, tensor.shape, tensor.dtype, used))
+            content = allocate(max(bucket_bytes, num_bytes)) if is_own else nothing
+        places.append(TensorPlace(name, tensor.shape, tensor.dtype, used, part))
         if is_own:
-            places[-1].view(content).copy_(tensor.detach())
-        used += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+            source = tensor.detach()
+            places[-1].view(content).copy_(source if part is None else source.reshape(-1)[part[0] : part[1]])
+        used += aligned(num_bytes)
     if places:
         yield Bucket(tuple(places), content[: places[-1].end])
+
+
+def parts_of(tensor: Tensor, num_bytes: int) -> list[tuple[int, int]]:
+    starts = range(0, tensor.numel(), max(1, num_bytes // tensor.itemsize))
+    return [(start, min(start + starts.step, tensor.numel())) for start in starts]
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def sum_of_bits(content: Tensor) -> Tensor:
+    """Returns the sum of a bucket's words, and of the bytes behind them. Nothing waits for the device."""
+    words = content[: len(content) // 4 * 4].view(torch.int32)
+    return words.sum(dtype=torch.int64) + content[len(words) * 4 :].sum(dtype=torch.int64)
 
 
 def unpack(buckets: Generator[Bucket], layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors, so long as they are those of `layout`."""
     expected = iter(layout)
+    whole = torch.empty(0)
     with closing(buckets):
         for places, content in buckets:
             for place in places:
-                check_tensor(place, next(expected, None))
-                yield place.name, place.view(content)
+                first, behind = place.part or (0, place.shape.numel())
+                if first == 0:
+                    check_tensor(place, next(expected, None))
+                if place.part is None:
+                    yield place.name, place.view(content)
+                    continue
+                if first == 0:
+                    whole = torch.empty(place.shape, dtype=place.dtype, device=content.device)
+                whole.view(-1)[first:behind] = place.view(content)
+                if behind == whole.numel():
+                    yield place.name, whole
         check_tensor(None, next(expected, None))
 
 
@@ -157,6 +196,8 @@ def reused_memory(device: torch.device, *, num_buckets: int = 1, pinned: bool = 
 # --- channels
 
 
+CLOSE_S = 5.0
+"""Seconds in which connections are to end; then nobody waits for them any more."""
 CHANNEL_TIMEOUT_S = 120.0
 """Seconds for both sides to join, and for any one bucket."""
 
@@ -265,14 +306,22 @@ class CollectiveChannel(Channel):
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> TransferHandle:
         self._begin()
         [group], travelling, num_buckets = self.groups, deque[tuple[str, Any]](), 0
-        allocate = reused_memory(self.device, num_buckets=2)
+        reused, memory = reused_memory(self.device, num_buckets=2), torch.empty(0)
+
+        def allocate(size: int) -> Tensor:
+            nonlocal memory
+            memory = reused(aligned(size) + SUM_BYTES)
+            return memory[:size]
+
         shares = {"sender": self.rank, "num_senders": self.num_senders}
         try:
-            for places, content in pack(weights, self.bucket_bytes, allocate, **shares):
+            for places, content in pack(weights, self.bucket_bytes, allocate, **shares, splits=True):
                 if num_buckets % self.num_senders == self.rank:
                     self._announce(num_buckets, places)
                     failed = f"bucket {num_buckets} of the weights did not reach all receivers"
-                    travelling.append((failed, self._broadcast(group, content, failed)))
+                    sealed = memory[: aligned(len(content)) + SUM_BYTES]
+                    sum_behind(sealed).copy_(sum_of_bits(content))
+                    travelling.append((failed, self._broadcast(group, sealed, failed)))
                     if len(travelling) == 2:  # the next bucket is put together in the memory of the first
                         self._wait(*travelling.popleft())
                 num_buckets += 1
@@ -288,7 +337,7 @@ class CollectiveChannel(Channel):
 
     def arriving(self, sent: tuple[SentBucket, ...]) -> Generator[Bucket]:
         self._begin()
-        index, arriving, is_last = 0, deque[tuple[Bucket, str, Any]](), False
+        index, arriving, is_last = 0, deque[tuple[Bucket, Tensor, str, Any]](), False
         allocate = reused_memory(self.device, num_buckets=self.num_senders + 1)
         try:
             while not is_last or arriving:
@@ -297,16 +346,17 @@ class CollectiveChannel(Channel):
                 while not is_last and len(arriving) <= self.num_senders and (not arriving or self._is_announced(index)):
                     failed = f"bucket {index} of the weights did not arrive"
                     if places := self._await_bucket(index, failed):
-                        content = allocate(places[-1].end)
-                        work = self._broadcast(self.groups[index % self.num_senders], content, failed)
-                        arriving.append((Bucket(places, content), failed, work))
+                        sealed = allocate(aligned(places[-1].end) + SUM_BYTES)
+                        work = self._broadcast(self.groups[index % self.num_senders], sealed, failed)
+                        arriving.append((Bucket(places, sealed[: places[-1].end]), sealed, failed, work))
                     index, is_last = index + 1, not places
                 if arriving:
-                    bucket, failed, work = arriving.popleft()
+                    bucket, sealed, failed, work = arriving.popleft()
                     self._wait(failed, work)
                     yield bucket
-                    if self.device.type == "cuda":  # copied, before another bucket arrives in its memory
-                        torch.cuda.current_stream(self.device).synchronize()
+                    # Read when the bucket is copied, before another one arrives in its memory.
+                    if int(sum_of_bits(bucket.content) - sum_behind(sealed)[0]):
+                        raise RunError(f"{failed} as it was sent: the sums of its bits differ")
         except BaseException:
             self.close()
             raise
@@ -322,7 +372,8 @@ class CollectiveChannel(Channel):
     def _announce(self, index: int, places: tuple[TensorPlace, ...] | None) -> None:
         """`places`: None when nothing comes."""
         rows = [
-            (name, list(shape), str(dtype).removeprefix("torch."), start) for name, shape, dtype, start in places or ()
+            (name, list(shape), str(dtype).removeprefix("torch."), start, part)
+            for name, shape, dtype, start, part in places or ()
         ]
         self.store.set(self._key(index), json.dumps(None if places is None else rows))
         self.announced.append(self._key(index))
@@ -342,7 +393,8 @@ class CollectiveChannel(Channel):
         if rows is None:
             raise RunError(f"{failed}: its sender failed")
         return tuple(
-            TensorPlace(name, torch.Size(shape), getattr(torch, dtype), start) for name, shape, dtype, start in rows
+            TensorPlace(name, torch.Size(shape), getattr(torch, dtype), start, part and (part[0], part[1]))
+            for name, shape, dtype, start, part in rows
         )
 
     def _broadcast(self, group: Any, content: Tensor, failed: str) -> Any:
@@ -369,11 +421,26 @@ class CollectiveChannel(Channel):
         self.announced.clear()
 
     def close(self) -> None:
-        for group in self.groups:
-            with suppress(RuntimeError):  # what has failed may fail to end as well
-                group.abort()
+        # Of NCCL, ending a group in which something has failed may take a minute, and so may its destructor.
+        ending = threading.Thread(target=end_groups, args=(self.groups,), name="corral-channel", daemon=True)
         self.groups, self.store = [], None
+        ending.start()
+        ending.join(CLOSE_S)
         self.announced.clear()
+
+
+def end_groups(groups: list[Any]) -> None:
+    while groups:
+        with suppress(RuntimeError):  # what has failed may fail to end as well
+            groups.pop().abort()
+
+
+SUM_BYTES = 8
+"""Bytes behind a bucket that is broadcast: the sum of its bits."""
+
+
+def sum_behind(sealed: Tensor) -> Tensor:
+    return sealed[-SUM_BYTES:].view(torch.int64)
 
 
 # --- through Ray's object store

@@ -67,6 +67,12 @@ class WeightPublisher:
         """Ranks of rollout workers that were started again with the trainer in their process. They take requests when
         they have been sent weights: in the middle of a step the trainers' are no version's."""
 
+    async def connect(self) -> None:
+        """Connects trainers and engines that are on devices of their own, before caches take what a device has: NCCL's
+        memory is beside torch's. Without this call the first `publish` does it."""
+        if self.kind == "collective":
+            await self._join(sorted(self.scheduler.queues))
+
     async def publish(self, version: int) -> dict[str, float]:
         """Consumes the trainers' weights; afterwards all engines sample with them. Waits for both sides. What is being
         generated goes on with the new weights, after a pause that is a metric."""
@@ -127,14 +133,7 @@ class WeightPublisher:
     async def _send(self, ranks: list[int]) -> list[float]:
         actor, rollout = self.actor.group, self.rollout
         if ranks != self.channel_ranks:
-            num_senders, size = len(self.senders), len(ranks) + len(self.senders)
-            rendezvous = await actor.one(self.senders[0], ActorWorker.open_channel, self.kind)
-            ends = [(self.kind, rendezvous, end, size, num_senders) for end in range(size)]
-            await gather_calls(
-                actor.each(ActorWorker.join_channel, ends[:num_senders], ranks=self.senders),
-                rollout.each(RolloutWorker.join_channel, ends[num_senders:], ranks=ranks),
-            )
-            self.channel_ranks = ranks
+            await self._join(ranks)
         pauses: list[float]
         if self.kind == "collective":  # both sides at the same time
             _, pauses = await gather_calls(
@@ -146,6 +145,16 @@ class WeightPublisher:
             pauses = await rollout.all(RolloutWorker.receive_weights, handle, self.version, ranks=ranks)
         await actor.all(ActorWorker.release_weights, ranks=self.senders)
         return pauses
+
+    async def _join(self, ranks: list[int]) -> None:
+        num_senders, size = len(self.senders), len(ranks) + len(self.senders)
+        rendezvous = await self.actor.group.one(self.senders[0], ActorWorker.open_channel, self.kind)
+        ends = [(self.kind, rendezvous, end, size, num_senders) for end in range(size)]
+        await gather_calls(
+            self.actor.group.each(ActorWorker.join_channel, ends[:num_senders], ranks=self.senders),
+            self.rollout.each(RolloutWorker.join_channel, ends[num_senders:], ranks=ranks),
+        )
+        self.channel_ranks = ranks
 
     async def _check(self, ranks: Sequence[int]) -> float:
         if self.has_adapters and self.in_process:

@@ -7,7 +7,6 @@ none.
 
 import asyncio
 import importlib
-import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -29,7 +28,7 @@ from corral.rewards.scorer_pool import ScorerPools
 from corral.runtime.network import open_store
 from corral.runtime.worker_heartbeat import WorkerHeartbeat
 from corral.training.checkpoint import problem_with
-from corral.training.replicas import NCCL_VARIABLES, Replicas
+from corral.training.replicas import Replicas, connect, set_nccl_variables
 
 BUILDER = "corral.runtime.worker:build_role"
 """Function that makes a role on a worker. A debugger and benchmarks have another one with the same signature."""
@@ -104,11 +103,13 @@ class Worker:
 
     def join_world(self, rendezvous: str, shape: MeshShape) -> None:
         """Makes the world of torch.distributed of those workers of this set that hold one copy of its models; returns
-        when all of them are there."""
+        when all of them are connected."""
         context, timeout = self.context, timedelta(seconds=self.context.timeout_s)
-        store, (_, rank) = self._store(rendezvous, shape), shape.place_in_copies(context.rank)
+        store, (_, rank) = self._store(rendezvous), shape.place_in_copies(context.rank)
         backend = "nccl" if context.device.type == "cuda" else "gloo"
+        set_nccl_variables()
         dist.init_process_group(backend, store=store, rank=rank, world_size=shape.copy.size, timeout=timeout)
+        connect(dist.all_reduce, context.device, timeout)
 
     def join_replicas(self, rendezvous: str, shape: MeshShape) -> None:
         """Connects the copies of the models, once more where workers of one were lost; returns when all are there."""
@@ -117,7 +118,7 @@ class Worker:
             context.replicas = Replicas.of_rank(shape, context.rank, context.device, context.address, context.timeout_s)
         if context.replicas is not None:
             _, position = shape.place_in_copies(context.rank)
-            store = self._store(rendezvous, shape)
+            store = self._store(rendezvous)
             context.replicas.connect(dist.PrefixStore(str(position), store))  # type: ignore[attr-defined]
 
     async def abort_replicas(self) -> None:
@@ -125,12 +126,7 @@ class Worker:
         if self.context.replicas is not None:
             await asyncio.to_thread(self.context.replicas.abort)
 
-    def _store(self, rendezvous: str, shape: MeshShape) -> TCPStore:
-        if self.context.device.type == "cuda":
-            torch.cuda.set_device(self.context.device)
-        if shape.replicate > 1:
-            for name, value in NCCL_VARIABLES.items():
-                os.environ.setdefault(name, value)
+    def _store(self, rendezvous: str) -> TCPStore:
         host, port = rendezvous.rsplit(":", 1)
         timeout = timedelta(seconds=self.context.timeout_s)
         own = self.stores.get(rendezvous)

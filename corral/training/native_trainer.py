@@ -51,10 +51,11 @@ from corral.training.activations import LayerActivations
 from corral.training.optimizer import MasterOptimizer, UpdateResult
 from corral.training.pipeline_schedule import PipelineSchedule
 from corral.training.process_mesh import ProcessMesh
-from corral.training.sharding import ShardedModel, check_offload, local_tensor
+from corral.training.sharding import OwnRows, ShardedModel, check_offload, local_tensor
 from corral.training.tensor_files import (
     DeferredWrites,
     TensorFiles,
+    all_write,
     run_on_all_ranks,
     write_adapters,
     write_pretrained,
@@ -338,13 +339,15 @@ class _NativeTrainer:
             for key in keys.get(name, ())
         }
 
-        def tensors() -> Iterator[tuple[str, Tensor]]:
+        put = self.layout.to_write if all_write(self.mesh, writers) else self.layout.gather
+
+        def tensors() -> Iterator[tuple[str, Tensor | OwnRows]]:
             for (name, key), (dtype, shape) in kinds.items():
                 local = states[name][key] if name in states else None
                 if key == "step":
                     yield f"{name}.{key}", self.layout.from_stage(name, local, shape, dtype)
                 else:
-                    yield f"{name}.{key}", self.layout.gather(name, local, dtype)
+                    yield f"{name}.{key}", put(name, local, dtype)
 
         by_name = {f"{name}.{key}": kind for (name, key), kind in kinds.items()}
         write_tensors(folder, "optimizer", by_name, tensors(), self.mesh, writers, deferred)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from corral.model.pipeline_stage import PipelineStage
-from corral.training.process_mesh import ProcessMesh, exchange
+from corral.training.process_mesh import ProcessMesh
 
 Forward = Callable[[int, Tensor | None], Tensor]
 """(micro-batch, hidden states [tokens, width] of the stage before) -> the hidden states for the next one, or on the
@@ -25,58 +25,74 @@ Backward = Callable[[int, Tensor, Tensor | None], None]
 
 
 class PipelineSchedule:
-    """This rank's place in a pipeline, between the stages before and behind it."""
+    """This rank's place in a pipeline, between the stages before and behind it.
+
+    Hidden states and gradients each have a group of their own, and no two tensors travel in one call. NCCL completes
+    the calls of two ranks of a group in order, those of a batch together, and when two ranks talk for the first time
+    their hosts wait for each other. A stage that received a gradient in the call in which it sends hidden states would
+    wait for stages that wait for these. So links are connected at the start, one after the other along the pipeline,
+    and a stage waits only for what it computes next, and for what it sent to the same neighbor before.
+    """
 
     def __init__(self, mesh: ProcessMesh, stage: PipelineStage) -> None:
-        self.mesh, self.stage, self.group = mesh, stage, mesh.groups["pipeline"]
+        self.mesh, self.stage = mesh, stage
         self.rank, self.size = mesh.rank_in("pipeline"), mesh.size_of("pipeline")
-        mesh.max(0, "pipeline")  # NCCL wants all ranks of a group in its first call; later ones are between two
+        self.sending: dict[int, tuple[Any, Tensor]] = {}
+        """What is on its way to each neighbor. Its memory is not used for anything else until it has arrived."""
+        for step in (1, -1):
+            self._receive(self.rank - step, 1)
+            self._send(self.rank + step, torch.zeros(1, stage.width, dtype=stage.dtype, device=mesh.device))
+        self._finish_sending()
 
     def train(self, num_tokens: Sequence[int], forward: Forward, backward: Backward) -> None:
         """Computes micro-batches of so many tokens, forward and backward, in the order of `schedule`."""
         in_flight: deque[tuple[Tensor | None, Tensor]] = deque()
-        computed: list[tuple[int, Tensor]] = []  # what the last turn computed for another stage, and for which
         for is_forward, index in schedule(self.rank, self.size, len(num_tokens)):
-            neighbor = self.rank - 1 if is_forward else self.rank + 1
-            received = self._exchange(computed, neighbor, num_tokens[index])
             if is_forward:
+                received = self._receive(self.rank - 1, num_tokens[index])
                 hidden = None if received is None else received.requires_grad_()
                 output = forward(index, hidden)
                 in_flight.append((hidden, output))
-                computed = [(self.rank + 1, output.detach())]
+                self._send(self.rank + 1, output.detach())
             else:
+                gradient = self._receive(self.rank + 1, num_tokens[index])
                 hidden, output = in_flight.popleft()
-                backward(index, output, received)
-                computed = []
+                backward(index, output, gradient)
                 if hidden is not None:
-                    computed = [(self.rank - 1, torch.zeros_like(hidden) if hidden.grad is None else hidden.grad)]
-        self._exchange(computed)
+                    self._send(self.rank - 1, torch.zeros_like(hidden) if hidden.grad is None else hidden.grad)
+        self._finish_sending()
 
     def compute(self, num_tokens: int, forward: Callable[[Tensor | None], Tensor]) -> Tensor:
         """Computes one micro-batch without gradient. The result is that of this stage."""
-        output = forward(self._exchange([], self.rank - 1, num_tokens))
-        self._exchange([(self.rank + 1, output)])
+        output = forward(self._receive(self.rank - 1, num_tokens))
+        self._send(self.rank + 1, output)
         return output
 
-    def _exchange(
-        self, computed: Sequence[tuple[int, Tensor]], neighbor: int | None = None, num_tokens: int = 0
-    ) -> Tensor | None:
-        """Sends what was computed to the stages that want it, and at the same time receives [tokens, width] of the
-        neighbor. There is nothing to send or receive beyond the ends of the pipeline."""
-        stages = range(self.size)
-        operations: list[tuple[Callable[..., Any], Tensor, int]] = [
-            (dist.isend, self._checked(tensor), to) for to, tensor in computed if to in stages
-        ]
-        received = None
-        if neighbor is not None and neighbor in stages:
-            received = torch.empty(num_tokens, self.stage.width, dtype=self.stage.dtype, device=self.mesh.device)
-            operations.append((dist.irecv, received, neighbor))
-        exchange(operations, self.group)
+    def _receive(self, sender: int, num_tokens: int) -> Tensor | None:
+        """[tokens, width] of a neighbor. There is none beyond the ends of the pipeline."""
+        if sender not in range(self.size):
+            return None
+        received = torch.empty(num_tokens, self.stage.width, dtype=self.stage.dtype, device=self.mesh.device)
+        work: Any = dist.irecv(received, group=self._group(sender, self.rank), group_src=sender)
+        work.wait()
         return received
 
-    def _checked(self, tensor: Tensor) -> Tensor:
-        assert tensor.dtype == self.stage.dtype, f"hidden states are {tensor.dtype}, the model {self.stage.dtype}"
-        return tensor.contiguous()
+    def _send(self, receiver: int, tensor: Tensor) -> None:
+        if receiver in range(self.size):
+            assert tensor.dtype == self.stage.dtype, f"hidden states are {tensor.dtype}, the model {self.stage.dtype}"
+            if receiver in self.sending:
+                self.sending.pop(receiver)[0].wait()
+            sent = tensor.contiguous()
+            self.sending[receiver] = dist.isend(sent, group=self._group(self.rank, receiver), group_dst=receiver), sent
+
+    def _group(self, sender: int, receiver: int) -> dist.ProcessGroup:
+        assert self.mesh.gradients is not None
+        return self.mesh.groups["pipeline"] if sender < receiver else self.mesh.gradients
+
+    def _finish_sending(self) -> None:
+        for work, _ in self.sending.values():
+            work.wait()
+        self.sending.clear()
 
 
 def schedule(rank: int, size: int, num_micro_batches: int) -> list[tuple[bool, int]]:

@@ -32,6 +32,8 @@ class ProcessMesh:
         """Groups by dimension, of those with more than one rank. Besides, where the model is sharded, `copy`: all ranks
         that hold one copy; `sharded`: those of them that hold the parts of one parameter; and with experts
         `expert_sharded`: those that hold the parts of the same experts."""
+        self.gradients: dist.ProcessGroup | None = None
+        """The group `pipeline` once more, for what goes from its end to its beginning."""
         self.dense: Any = None
         """DeviceMesh over which a parameter is sharded. Replicas are not in it: FSDP would sum gradients over them in
         every micro-batch, and `sum_gradients` does it once for an update."""
@@ -61,7 +63,8 @@ class ProcessMesh:
         return mesh
 
     def _connect(self, timeout: timedelta | None) -> None:
-        """Creates the groups, in the same order on all ranks, as `torch.distributed` demands."""
+        """Creates the groups, in the same order on all ranks, as `torch.distributed` demands, and connects them: NCCL
+        would do it in the first call, when engines and caching allocators have the memory that it takes."""
         for name in DIMENSIONS:
             if name != "replicate" and getattr(self.shape, name) > 1:
                 self.groups[name] = self._group([name], timeout)
@@ -72,6 +75,10 @@ class ProcessMesh:
         if "expert" in self.groups:
             self.groups["expert_sharded"] = self._group(["shard", "context"], timeout)
             self.by_expert = self._device_mesh("expert_sharded")
+        if "pipeline" in self.groups:
+            self.gradients = self._new_group(["pipeline"], timeout)
+        for name in self.groups:
+            self.max(0, name)
 
     def _ranks(self, dimensions: Sequence[str]) -> Tensor:
         """[all else, these dimensions], ranks of the world"""
@@ -82,10 +89,13 @@ class ProcessMesh:
 
     def _group(self, dimensions: Sequence[str], timeout: timedelta | None) -> dist.ProcessGroup:
         """The group of this rank and those that differ from it in these dimensions only."""
-        ranks = self._ranks(dimensions)
-        if len(ranks) == 1 and dist.group.WORLD is not None:
+        if len(self._ranks(dimensions)) == 1 and dist.group.WORLD is not None:
             return dist.group.WORLD
-        group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)[0]
+        return self._new_group(dimensions, timeout)
+
+    def _new_group(self, dimensions: Sequence[str], timeout: timedelta | None) -> dist.ProcessGroup:
+        ranks: list[list[int]] = self._ranks(dimensions).tolist()
+        group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(ranks, timeout)[0]
         return group
 
     def _device_mesh(self, group: str) -> Any:

@@ -6,8 +6,11 @@ and only these groups are made anew. Copies exchange something in one place only
 more around the files of a checkpoint; whatever they compute apart from that does not notice the loss of another one.
 """
 
+import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -22,9 +25,13 @@ from corral.recipe.mesh import MeshShape
 POLL_S = 0.2
 """Seconds after which a wait for other copies looks whether it has become pointless."""
 NCCL_POLL_S = 0.001
-NCCL_VARIABLES = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-"""For workers with replicas: otherwise torch ends a process whose collective fails because another one died, and its
-states with it."""
+NCCL_VARIABLES = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+"""Torch's watchdog otherwise ends a process whose collective fails because another one died, and its states with it; or
+its monitor does so minutes after the loss was dealt with. Every wait of Corral's has a deadline of its own."""
 
 
 class ReplicaLost(RunError):
@@ -58,7 +65,6 @@ class Replicas:
             self.abandoned.append(self.group)
         self.group = make_group(store, self.copy, self.num_copies, self.device, self.address, self.timeout)
         self.is_aborted = False
-        self.max(0)  # NCCL connects in the first call, which needs the store
 
     def abort(self) -> None:
         """Ends every wait for other copies, from any thread, with `ReplicaLost`."""
@@ -99,29 +105,60 @@ class Replicas:
             raise ReplicaLost("another copy of the model was lost")
 
     def _has_finished(self, work: Any) -> bool:
-        if self.device.type == "cuda":
-            if not work.is_completed():
+        if not work.is_completed():
+            if self.device.type == "cuda":
                 time.sleep(NCCL_POLL_S)
                 return False
-            if (error := work.exception()) is not None:  # `wait` only makes the stream wait
-                raise RuntimeError(str(error))
-        elif not work.is_completed():
             with suppress(RuntimeError):  # it has failed, or is not done yet
                 work.wait(timedelta(seconds=POLL_S))
             if not work.is_completed():
                 return False
-        work.wait()
+        # Without a limit NCCL's `wait` only makes the stream wait, and says nothing of an error.
+        work.wait(timedelta(seconds=POLL_S))
         return True
 
 
+def set_nccl_variables() -> None:
+    """Sets what torch reads when it makes a group of NCCL, the first one for the whole process."""
+    for name, value in NCCL_VARIABLES.items():
+        os.environ.setdefault(name, value)
+
+
 def make_group(store: Any, rank: int, size: int, device: torch.device, address: str, timeout: timedelta) -> Any:
-    """Makes a process group that is no part of torch.distributed's world."""
+    """Makes a process group that is no part of torch.distributed's world; returns when its members are connected, or
+    raises a RuntimeError when they are not within `timeout`."""
     if device.type == "cuda":
+        set_nccl_variables()
+        torch.cuda.empty_cache()  # NCCL allocates past torch, which has what it keeps for itself
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, nccl)
-    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    gloo._timeout = timeout
-    # Left to itself it takes the address that the host's name stands for, which other nodes may not reach.
-    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    return dist.ProcessGroupGloo(store, rank, size, gloo)
+        group: Any = dist.ProcessGroupNCCL(store, rank, size, nccl)
+    else:
+        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        gloo._timeout = timeout
+        # Left to itself it takes the address that the host's name stands for, which other nodes may not reach.
+        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        group = dist.ProcessGroupGloo(store, rank, size, gloo)
+    connect(lambda flat: group.allreduce([flat]).wait(timeout), device, timeout)
+    return group
+
+
+def connect(all_reduce: Callable[[Tensor], Any], device: torch.device, timeout: timedelta) -> None:
+    """Lets the members of a group connect, by the sum of one number. NCCL connects in the first call, which waits for
+    every member whatever limit it is given, and which nothing can interrupt: so a thread of its own makes it."""
+    connected: Future[None] = Future()
+
+    def call() -> None:
+        try:
+            one = torch.ones(1, device=device)
+            all_reduce(one)
+            one.item()  # waits for the device
+            connected.set_result(None)
+        except BaseException as error:
+            connected.set_exception(error)
+
+    threading.Thread(target=call, name="corral-connect", daemon=True).start()
+    try:
+        connected.result(timeout.total_seconds())
+    except TimeoutError:
+        raise RuntimeError(f"not all members of a group connected within {timeout.total_seconds():g} s") from None

@@ -114,7 +114,14 @@ class ShardedModel:
     def _fill(self, stored: dict[str, Tensor], device: torch.device) -> None:
         """Gives the shards memory on the device, and in it this rank's parts of the whole weights. Buffers, which are
         small and not sharded, follow to where the model computes."""
-        self.root._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(self.mesh.device))
+
+        def place(tensor: Tensor) -> Tensor:
+            if tensor.is_meta:
+                return torch.empty_like(tensor, device=device)
+            # A parameter that two modules have comes twice, the second time with memory.
+            return tensor if isinstance(tensor, nn.Parameter) else tensor.to(self.mesh.device)
+
+        self.root._apply(place)
         for name, parameter in self.root.model.named_parameters():
             part = self.layout.shard(name, stored.pop(name)).to(self.layout[name].dtype)
             local_tensor(parameter).copy_(part)
@@ -191,6 +198,15 @@ class ParameterSharding:
     """Stages of the pipeline that hold it: one, or for an embedding that is also the head the first and the last."""
 
 
+@dataclass(frozen=True)
+class OwnRows:
+    """What one rank writes of a tensor that several hold."""
+
+    rows: Tensor
+    first_byte: int
+    """Offset of the rows in the whole tensor."""
+
+
 class ShardingLayout:
     """Which part of each parameter this rank holds, and how a whole one is put together."""
 
@@ -252,6 +268,26 @@ class ShardingLayout:
         """The whole parameter, in the model's dtype. None: another pipeline stage has it."""
         dtype = self.parameters[name].dtype
         return self.gather(name, None if parameter is None else local_tensor(parameter).to(dtype), dtype)
+
+    def to_write(self, name: str, local: Tensor | None, dtype: torch.dtype) -> Tensor | OwnRows:
+        """What this rank writes of a tensor into a file, where all ranks write: rows that it holds, each on one rank
+        alone; or where a layer's matrices are cut the whole, which all ranks put together."""
+        sharding, mesh = self.parameters[name], self.mesh
+        if not mesh.is_sharded or sharding.cut is not None:
+            return self.gather(name, local, dtype)
+        if local is None or mesh.rank_in("pipeline") != sharding.stages[0] or mesh.rank_in("tensor") > 0:
+            return OwnRows(torch.empty(0, dtype=dtype), 0)
+        group, num_rows = self._shard_group(sharding), sharding.shape[0]
+        start = 0
+        if sharding.by_expert:
+            num_rows //= mesh.size_of("expert")
+            start = mesh.rank_in("expert") * num_rows
+        start += group.rank() * -(-num_rows // group.size())
+        if mesh.replicas is not None:  # the same rows are on a rank of each copy
+            step = -(-len(local) // mesh.replicas.num_copies)
+            first = min(len(local), mesh.replicas.copy * step)
+            local, start = local[first : first + step], start + first
+        return OwnRows(local, start * sharding.shape[1:].numel() * dtype.itemsize)
 
     def shard(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from corral.model.lora import ADAPTER_STEM, as_peft, peft_names, transferred_names, write_adapter_config
 from corral.training.process_mesh import ProcessMesh
-from corral.training.sharding import ShardingLayout
+from corral.training.sharding import OwnRows, ShardingLayout, local_tensor
 
 MAX_FILE = 5 * 10**9
 """Bytes of one file; more go into another one, as transformers does it."""
@@ -64,13 +64,14 @@ def write_tensors(
     folder: Path,
     stem: str,
     kinds: dict[str, tuple[torch.dtype, torch.Size]],
-    tensors: Iterable[tuple[str, Tensor]],
+    tensors: Iterable[tuple[str, Tensor | OwnRows]],
     mesh: ProcessMesh,
     writers: Sequence[int] | None = None,
     deferred: "DeferredWrites | None" = None,
 ) -> None:
     """Writes `stem`.safetensors, or several files and their index. Called by all ranks, which all iterate over the same
-    whole tensors; `kinds` says beforehand which there will be. `writers`: ranks that see the folder; None: all.
+    tensors, whole or each with its own rows; `kinds` says beforehand which there will be. `writers`: ranks that see the
+    folder; None: all.
     `deferred` takes tensors, to write them later. OSError on all ranks if one of them fails."""
     ranks = list(range(mesh.shape.size)) if writers is None else list(writers)
     own = ranks.index(mesh.rank) if mesh.rank in ranks else None
@@ -84,15 +85,26 @@ def write_tensors(
                 descriptors[file] = os.open(folder / file, os.O_WRONLY)  # unlike mode "wb", this does not truncate
                 stack.callback(os.close, descriptors[file])
             for name, tensor in remaining:
-                if (location := locations[name]).writer != own:
+                location = locations[name]
+                offset = location.offset
+                if isinstance(tensor, OwnRows):
+                    offset, tensor = offset + tensor.first_byte, tensor.rows
+                elif location.writer != own:
                     continue
-                if deferred is None or not deferred.add(folder / location.file, location.offset, tensor):
-                    write_at(descriptors[location.file], tensor, location.offset)
+                if not tensor.numel():
+                    continue
+                if deferred is None or not deferred.add(folder / location.file, offset, tensor):
+                    write_at(descriptors[location.file], tensor, offset)
             for descriptor in descriptors.values():
                 os.fsync(descriptor)
 
     remaining = iter(tensors)
     run_on_all_ranks(mesh, write, remaining)
+
+
+def all_write(mesh: ProcessMesh, writers: Sequence[int] | None) -> bool:
+    """Whether each rank can write what it holds."""
+    return writers is None or len(writers) == mesh.shape.size
 
 
 class DeferredWrites:
@@ -326,9 +338,17 @@ def write_pretrained(
     if {name for part in parts for name in as_stored(model, {n: empty[n] for n in part})} != set(stored):
         parts = [list(empty)]  # a tensor on disk is made of several in memory
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
+    def tensors() -> Iterator[tuple[str, Tensor | OwnRows]]:
         parameters = dict(model.named_parameters())
         for part in parts:
+            name, parameter = part[0], parameters.get(part[0])
+            if all_write(mesh, writers) and name in layout.kinds and stored.get(name) is empty[name]:
+                dtype = layout[name].dtype
+                yield (
+                    name,
+                    layout.to_write(name, None if parameter is None else local_tensor(parameter).to(dtype), dtype),
+                )
+                continue
             whole = {n: buffers[n] if n in buffers else layout.gather_weight(n, parameters.get(n)) for n in part}
             yield from as_stored(model, whole).items()
 

@@ -454,7 +454,7 @@ QWEN_72B = {
 @pytest.mark.parametrize(
     ("slurm", "devices", "needs"),
     [
-        ("", 4, "372 GiB for rollout, without activations and a KV cache, and no GPU has more than 268"),
+        ("", 4, "373 GiB for rollout, without activations and a KV cache, and no GPU has more than 268"),
         ("#SBATCH --nodes=1 --gres=gpu:h100:8", 8, "25[4-9] GiB for rollout, without a KV cache, and has 80"),
         ("#SBATCH --gpus-per-node=a100_40gb:8", 8, "25[4-9] GiB for rollout, without a KV cache, and has 40"),
     ],

@@ -74,7 +74,7 @@ def test_the_network_that_leads_to_the_head_is_used_and_not_the_first(late: Call
         [raylet] = lab.run(host, ["pgrep", "-x", "raylet"]).stdout.split()
         variables = lab.run(host, ["cat", f"/proc/{raylet}/environ"]).stdout.split("\0")
         assert "GLOO_SOCKET_IFNAME=eth0" in variables
-        assert "NCCL_SOCKET_IFNAME=eth0" in variables
+        assert "NCCL_SOCKET_IFNAME==eth0" in variables
 
 
 def test_a_head_that_was_started_again_gets_its_worker_back(late: CallTimeout) -> None:

@@ -7,9 +7,11 @@ import pytest
 
 from corral.recipe.errors import RecipeError
 from corral.recipe.load import load_recipe
-from corral.recipe.memory import human_bytes, human_count
+from corral.recipe.memory import BUCKET_BYTES, COMMUNICATOR, human_bytes, human_count
+from corral.recipe.mesh import MeshShape
 from corral.recipe.plan import host_memory, make_plan, update_sizes
 from corral.recipe.shape import SMOLLM2_135M, ModelShape
+from corral.runtime import transfer_channels
 
 BATCH = ["batch.prompts_per_step=64", "batch.samples_per_prompt=8", "batch.max_tokens_per_micro_batch=16384"]
 
@@ -175,6 +177,32 @@ def test_the_plan_says_how_weights_travel(load, overrides, words):
     recipe = load(*overrides)
     assert any(line.startswith(f"weights  {words}") for line in lines_of(recipe))
     assert make_plan(recipe).as_dict()["cluster"]["transfer"] == words.split(":")[0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "number"),
+    [({}, 0), ({"shard": 8}, 1), ({"replicate": 2}, 1), ({"replicate": 4, "shard": 8}, 2),
+     ({"shard": 2, "tensor": 4}, 4), ({"pipeline": 2, "tensor": 2}, 7)],
+)  # fmt: skip
+def test_the_plan_counts_connections_of_nccl(sizes, number):
+    assert MeshShape(**sizes).num_communicators == number
+
+
+def test_nccl_and_buckets_of_weights_take_memory_of_gpus(load):
+    found = {group.roles: {item.name: item.bytes_by_phase for item in group.items}
+             for group in make_plan(load(*APART), SMOLLM2_135M, device="cuda").memory}  # fmt: skip
+    assert {roles: items["NCCL"]["rollout"] for roles, items in found.items()} == {
+        ("actor",): COMMUNICATOR + 2 * BUCKET_BYTES,
+        ("rollout",): COMMUNICATOR + 2 * BUCKET_BYTES,
+    }
+    of_cpus = make_plan(load(*APART), SMOLLM2_135M, device="cpu").memory
+    assert not any(item.name == "NCCL" for group in of_cpus for item in group.items)
+    assert transfer_channels.BUCKET_BYTES == BUCKET_BYTES
+
+
+def test_gpus_do_not_map_each_others_memory(load):
+    with pytest.raises(RecipeError, match=r"`cluster.transfer: ipc` does not work between GPUs"):
+        make_plan(load(*APART, "cluster.transfer=ipc"), device="cuda")
 
 
 @pytest.mark.parametrize(
@@ -543,7 +571,7 @@ def test_what_no_gpu_holds_is_an_error_where_memory_is_not_written(load):
     [problem] = caught.value.problems
     # weights in 2 bytes, moments and a master copy in 12, and a whole copy for the engine: 72.7e9 x (14 / 4 + 2)
     assert problem.startswith(
-        "device 0-3 (actor+rollout) needs 372 GiB for rollout, without activations and a KV cache"
+        "device 0-3 (actor+rollout) needs 373 GiB for rollout, without activations and a KV cache"
     )
     assert "no GPU has more than 268; for CPUs write what they have: `cluster.device_memory`" in problem
     assert make_plan(load(*sizes), QWEN_72B, device="cpu").memory
@@ -552,7 +580,7 @@ def test_what_no_gpu_holds_is_an_error_where_memory_is_not_written(load):
 
 def test_what_few_gpus_hold_is_a_warning_where_memory_is_not_written(load):
     sizes = ("cluster.devices_per_node=8", "model.dtype=bfloat16")
-    for engine, needed in (("native", 254), ("{name: vllm, tensor_parallel: 2}", 186)):
+    for engine, needed in (("native", 254), ("{name: vllm, tensor_parallel: 2}", 187)):
         [warning] = [
             one for one in make_plan(load(*sizes, f"rollout.engine={engine}"), QWEN_72B).warnings if "GiB" in one
         ]

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -23,6 +25,7 @@ from transformers import AutoModelForCausalLM
 from corral.recipe.errors import RunError
 from corral.rollout.engine import WeightLayout
 from corral.runtime.transfer_channels import (
+    Bucket,
     Channel,
     CollectiveChannel,
     IpcChannel,
@@ -30,6 +33,7 @@ from corral.runtime.transfer_channels import (
     TransferHandle,
     pack,
     reused_memory,
+    unpack,
 )
 from corral.runtime.worker import Worker
 
@@ -83,6 +87,15 @@ def test_a_bucket_is_no_larger_than_asked_unless_one_tensor_is() -> None:
         ["nothing", "transposed", "half"],
     ]
     assert [size <= BUCKET for _, size in buckets] == [True, False, True]
+
+
+def test_large_tensors_are_split_where_every_bucket_is_in_memory_at_once() -> None:
+    weights = odd_weights()
+    buckets = [
+        Bucket(places, content.clone()) for places, content in pack(weights, 1000, reused_memory(CPU), splits=True)
+    ]
+    assert max(len(content) for _, content in buckets) <= 1000
+    assert_same([(name, tensor.clone()) for name, tensor in unpack((one for one in buckets), layout(weights))], weights)
 
 
 # --- through memory of the node
@@ -200,6 +213,35 @@ def test_a_broadcast_reaches_all_receivers_time_after_time() -> None:
             assert not any(sender.store.check([f"{sender.num_transfers}/{bucket}"]) for bucket in range(3))
     for end in ends:
         end.close()
+
+
+class FaultyLink:
+    """Changes a bit of what it carries."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def broadcast(self, content: Tensor, root: int) -> Any:
+        work = self.group.broadcast(content, root)
+
+        def wait(timeout: timedelta) -> None:
+            work.wait(timeout)
+            content[0] ^= 1
+
+        return SimpleNamespace(wait=wait)
+
+    def abort(self) -> None:
+        self.group.abort()
+
+
+def test_a_bucket_that_is_broadcast_and_arrives_changed_is_refused() -> None:
+    sender, receiver = joined(1)
+    weights, receiver.groups = odd_weights(), [FaultyLink(receiver.groups.pop())]
+    with ThreadPoolExecutor(1) as threads:
+        sent = threads.submit(sender.send, iter(weights))
+        with pytest.raises(RunError, match="bucket 0 of the weights did not arrive as it was sent"):
+            arrived(receiver, None, weights)
+        assert isinstance(sent.exception(timeout=20), RunError)
 
 
 @pytest.mark.parametrize("num_senders", [2, 3])

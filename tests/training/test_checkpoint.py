@@ -5,7 +5,9 @@ import math
 import os
 import shutil
 import signal
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from corral.recipe.errors import UserError
+from corral.training import checkpoint as module
 from corral.training.checkpoint import (
     export_model,
     find_checkpoint,
@@ -88,6 +91,24 @@ def test_the_newest_valid_checkpoint_is_found(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path, "auto") == step_folder(tmp_path, 10)
     (step_folder(tmp_path, 10) / "actor" / "weights").write_bytes(bytes(999) + b"1")
     assert find_checkpoint(tmp_path, "auto") == step_folder(tmp_path, 9)
+
+
+def test_files_are_read_together_or_where_the_run_wrote_them_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading a terabyte in one thread takes longer than what a restart is for."""
+    make(tmp_path, 1)
+    all_read, size_and_hash = threading.Barrier(3), module.size_and_hash
+
+    def read(file: Path) -> dict[str, Any]:
+        all_read.wait(20)
+        return size_and_hash(file)
+
+    monkeypatch.setattr(module, "size_and_hash", read)
+    assert find_checkpoint(tmp_path, "auto") == step_folder(tmp_path, 1)
+    (step_folder(tmp_path, 1) / "actor" / "weights").write_bytes(bytes(999) + b"1")
+    assert find_checkpoint(tmp_path, "auto", hashes=False) == step_folder(tmp_path, 1)
+    assert find_checkpoint(tmp_path, "auto") is None
 
 
 def test_there_may_be_none(tmp_path: Path) -> None:

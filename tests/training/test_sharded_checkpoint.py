@@ -17,7 +17,7 @@ from corral.model.attention import register
 from corral.recipe.errors import UserError
 from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import Optimizer
-from corral.training import tensor_files
+from corral.training import sharding, tensor_files
 from corral.training.native_trainer import NativePolicyTrainer, NativeValueTrainer, ValueModel
 from corral.training.process_mesh import ProcessMesh
 from corral.training.sharding import local_tensor
@@ -191,6 +191,26 @@ def save_in_pieces(shape: MeshShape | None, folder: Path) -> None:
         policy_of(build_model("llama"), mesh).save(folder)
     finally:
         tensor_files.MAX_FILE = limit
+
+
+def bytes_copied_of_gathered(shape: MeshShape, folder: Path) -> tuple[int, int]:
+    """-> (number of tensors that were put together for a checkpoint, bytes of it that this rank has)"""
+    mesh = mesh_of(shape)
+    policy, deferred, gathered = policy_of(build_model("llama"), mesh), DeferredWrites(10**9), list[str]()
+    advance(policy, mesh, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding, "all_gather", lambda tensor, group: gathered.append("") or tensor)
+        policy.save(folder, None, deferred)
+    deferred.wait_for_copies()
+    return len(gathered), sum(tensor.nbytes for parts in deferred.copies.values() for _, tensor in parts)
+
+
+@pytest.mark.parametrize("shape", [MeshShape(shard=4), MeshShape(replicate=2, shard=2)])
+def test_each_rank_copies_its_own_shards_and_nothing_is_gathered(team: Teams, tmp_path: Path, shape: MeshShape) -> None:
+    found = team(4).run(bytes_copied_of_gathered, shape, tmp_path)
+    total = sum(size for _, size in found)
+    assert [number for number, _ in found] == [0] * 4
+    assert max(size for _, size in found) < 0.3 * total
 
 
 def save_where_seen(shape: MeshShape, folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Training on several processes is training on one: the same gradient and weights, to rounding, on every mesh."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -36,6 +37,8 @@ from corral.recipe.plan import make_plan
 from corral.recipe.schema import Model, Optimizer
 from corral.recipe.shape import ModelShape
 from corral.training.native_trainer import NativePolicyTrainer, NativeValueTrainer, PackPrediction, ValueModel
+from corral.training.optimizer import total_norm
+from corral.training.sharding import ShardedModel, local_tensor
 
 pytestmark = pytest.mark.slow
 
@@ -214,6 +217,51 @@ def test_the_general_path_refuses_what_it_cannot_distribute(team: Teams, shape: 
 @pytest.mark.parametrize("shape", [MeshShape(shard=2), MeshShape(pipeline=2)], ids=name)
 def test_offloading_changes_nothing(team: Teams, shape: MeshShape, offload: Sequence[str]) -> None:
     check(team(2).run(on_mesh, shape, "llama", torch.float32, False, offload), alone("llama"), shape)
+
+
+def norm_of_step(shape: MeshShape) -> float:
+    """Sums differ in the last bits, as those of NCCL may from group to group."""
+    mesh = mesh_of(shape)
+    assert mesh is not None
+    policy, sum_numbers = policy_of(build_model("llama"), mesh), mesh.sum_numbers
+    sharded_cases.backward(policy, own_packs(small_batch(), mesh))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh, "sum_numbers", lambda numbers, name: sum_numbers(numbers, name) * (1 + mesh.rank * 1e-12))
+        return policy.step().gradient_norm
+
+
+@pytest.mark.parametrize("shape", [MeshShape(shard=2), MeshShape(tensor=2), MeshShape(pipeline=2)], ids=name)
+def test_all_ranks_clip_by_the_same_norm(team: Teams, shape: MeshShape) -> None:
+    assert len(set(team(2).run(norm_of_step, shape))) == 1
+
+
+def waits_for_the_device(shape: MeshShape) -> tuple[int, int]:
+    """-> (how often the host reads a tensor for the norm, number of parameters)"""
+    mesh = mesh_of(shape)
+    policy, reads, cpu = policy_of(build_model("llama"), mesh), list[str](), torch.Tensor.cpu
+    sharded_cases.backward(policy, own_packs(small_batch(), mesh))
+    assert policy.optimizer is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "cpu", lambda tensor: reads.append("") or cpu(tensor))
+        total_norm(policy.optimizer.masters, policy.layout)
+    return len(reads), len(policy.optimizer.masters)
+
+
+def test_the_norm_of_many_shards_waits_for_the_device_a_few_times(team: Teams) -> None:
+    for num_reads, num_parameters in team(2).run(waits_for_the_device, MeshShape(shard=2)):
+        assert num_reads <= 4 < num_parameters
+
+
+def devices_of_offloaded(shape: MeshShape) -> set[str]:
+    mesh, model = copy(mesh_of(shape)), build_model("llama")  # its head is its embedding
+    assert mesh is not None
+    mesh.device = torch.device("meta")  # stands for a GPU
+    ShardedModel(model, model, mesh, trained=True, offload=True, in_float32=[])
+    return {local_tensor(parameter).device.type for parameter in model.parameters()}
+
+
+def test_offloaded_parameters_are_on_the_host(team: Teams) -> None:
+    assert team(2).run(devices_of_offloaded, MeshShape(shard=2)) == [{"cpu"}] * 2
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,13 @@ from corral.data.plugins import error_line
 from corral.host_memory import node_memory
 from corral.recipe.errors import first_line
 from corral.runtime.membership import find_membership, own_memberships
-from corral.runtime.network import INTERFACE_VARIABLES, answers, interface_towards, split_address
+from corral.runtime.network import (
+    INTERFACE_VARIABLES,
+    answers,
+    interface_towards,
+    split_address,
+    variables_of_interface,
+)
 
 WORKER = "ray::DeviceProcess"
 """Ray calls a worker by the name of its class, `runtime.ray_group.DeviceProcess`."""
@@ -195,7 +201,7 @@ class NodeInspector:
     def _environment(self) -> dict[str, str]:
         """Environment as a worker of a run would have it. Ray hides the GPUs from an actor that requested none, so what
         the node's raylet sees is taken."""
-        interfaces = dict.fromkeys(INTERFACE_VARIABLES, self.interface) if self.interface else {}
+        interfaces = variables_of_interface(self.interface) if self.interface else {}
         environment = {**interfaces, **self.request.environment, **os.environ}
         if raylet := os.environ.get("RAY_RAYLET_PID"):
             entries: list[str] = []
