@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from clusters import bring_up, corral
+from deadlines import within
 from hosts import Driver, Lab
 from runs import write_recipe
 
@@ -58,7 +59,7 @@ def test_a_cluster_that_is_well_gets_no_error(well: "subprocess.CompletedProcess
 
 def test_clocks_of_one_machine_agree(well: "subprocess.CompletedProcess[str]") -> None:
     [line] = [line for line in well.stdout.splitlines() if line.startswith("ok") and "clocks" in line]
-    assert float(line.split("within ")[1].split()[0]) <= 0.1
+    assert float(line.split("within ")[1].split()[0]) <= within(0.1)
 
 
 def test_names_that_mean_loopback_are_noted_for_all_nodes_at_once(well: "subprocess.CompletedProcess[str]") -> None:
