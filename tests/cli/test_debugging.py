@@ -223,6 +223,7 @@ def test_a_node_without_a_debugger_is_named() -> None:
         check_debugger(DebuggerOptions(post_mortem=True), [node])
 
 
+@pytest.mark.core
 @pytest.mark.slow
 @pytest.mark.xdist_group("debugger")
 def test_an_editor_connects_to_workers(tmp_path: Path, tiny_model: Path) -> None:

@@ -161,6 +161,7 @@ def test_a_run_that_has_started_its_workers_again_goes_on_after_an_error(
     assert run._is_ending()
 
 
+@pytest.mark.deadline("processes are hit at random moments, and have to recover in time")
 @pytest.mark.slow
 def test_a_run_is_hit_started_again_and_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = stand_in_run(tmp_path, True, monkeypatch).run()
@@ -214,6 +215,7 @@ def test_a_real_run_survives_the_faults_of_the_page(tmp_path: Path, tiny_model: 
     assert (tmp_path / "runs" / "tiny-chaos" / "chaos.json").exists()
 
 
+@pytest.mark.deadline("processes are hit at random moments, and have to recover in time")
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["one process", "stale"])
 def test_a_run_in_forks_survives_them_too(tmp_path: Path, mode: str) -> None:
@@ -250,6 +252,7 @@ def test_a_node_that_is_cut_off_is_noticed_and_can_be_reached_again(tmp_path: Pa
     assert [route for route in routes if "blackhole" in route] == []
 
 
+@pytest.mark.core
 @pytest.mark.xdist_group("ray")
 @pytest.mark.lab
 @pytest.mark.slow

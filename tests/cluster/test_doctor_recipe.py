@@ -280,6 +280,7 @@ def test_a_reward_that_hangs_or_raises_is_named_with_what_it_said(scorer: Callab
     assert unknown.level == "error"
 
 
+@pytest.mark.deadline("a call takes more than half of its limit, and not all of it")
 def test_a_reward_near_its_deadline_or_blind_to_the_answer_is_told(scorer: Callable[..., list[Finding]]) -> None:
     found = scorer("slow", "environment.reward.timeout_s=1.1")
     assert [one.level for one in found] == ["warning", "ok", "note"]

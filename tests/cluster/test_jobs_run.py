@@ -178,6 +178,7 @@ def stopped(project: Project) -> Stopped:
     return Stopped(job, submitting, second, stopping, int(checkpoint.name.removeprefix("step_")), told)
 
 
+@pytest.mark.core
 def test_code_and_variables_are_on_the_nodes_that_use_them(project: Project, stopped: Stopped) -> None:
     assert "sends 3 files of code" in stopped.submitting.stdout
     notes = {tuple(line.split()) for line in (project.shared / "notes").read_text().splitlines()}
@@ -187,6 +188,7 @@ def test_code_and_variables_are_on_the_nodes_that_use_them(project: Project, sto
     assert secrets == list(SECRETS)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("secret", SECRETS)
 def test_a_variable_is_in_no_listing_and_in_no_file(project: Project, stopped: Stopped, secret: str) -> None:
     assert stopped.job in stopped.told
@@ -199,18 +201,21 @@ def test_a_variable_is_in_no_listing_and_in_no_file(project: Project, stopped: S
     assert secret not in (project.run_folder("long") / "recipe.yaml").read_text()
 
 
+@pytest.mark.core
 def test_ctrl_c_leaves_the_job_running(stopped: Stopped) -> None:
     assert stopped.submitting.returncode == 1
     last, job = stopped.submitting.stdout.splitlines()[-1], stopped.job
     assert last == f"job {job} goes on: `corral logs {job} -f` follows it again, `corral stop {job}` stops it"
 
 
+@pytest.mark.core
 def test_a_second_job_does_not_write_to_the_run_of_one_that_is_not_done(project: Project, stopped: Stopped) -> None:
     assert stopped.second.returncode == 2
     [line] = stopped.second.stderr.splitlines()
     assert line.startswith(f"error: job {stopped.job} is running and writes {project.run_folder('long')} already")
 
 
+@pytest.mark.core
 def test_a_job_that_is_stopped_saves_and_says_so(project: Project, stopped: Stopped) -> None:
     assert stopped.stopping.returncode == 0, stopped.stopping.stderr
     where = f"a checkpoint of step {stopped.step} of 60 is in {project.run_folder('long')}"
@@ -259,6 +264,7 @@ def failing(project: Project) -> "subprocess.CompletedProcess[str]":
     return project.submit("failing", "model.path=./nowhere", "~cluster")
 
 
+@pytest.mark.core
 def test_a_job_that_fails_says_why_in_its_last_lines(
     project: Project, failing: "subprocess.CompletedProcess[str]"
 ) -> None:

@@ -79,6 +79,7 @@ class User:
         return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
 
+@pytest.mark.core
 def test_a_command_runs_on_all_hosts(slurm: Slurm) -> None:
     """Of the harness itself."""
     said = slurm.run(["srun", "--nodes=2", "--ntasks-per-node=1", "hostname"]).stdout
@@ -134,6 +135,7 @@ def test_a_head_that_cannot_start_ends_the_job_and_is_named(user: User) -> None:
     assert_nothing_is_left(user)
 
 
+@pytest.mark.core
 def test_a_job_that_is_to_stop_saves_a_checkpoint_first(user: User) -> None:
     job = job_in(user.launch("--go", "schedule.steps=1000"))
     user.wait_until(job, lambda: user.num_steps >= 2)

@@ -188,6 +188,7 @@ def tokens(lab: Lab) -> list[Path]:
     return list((lab.hosts[0].home / ".corral").glob("*.token"))
 
 
+@pytest.mark.core
 @pytest.mark.lab
 @pytest.mark.xdist_group("ssh")
 def test_a_cluster_comes_up_over_ssh_trains_and_is_taken_down(lab, ssh, tmp_path, tiny_model):

@@ -239,6 +239,7 @@ def typed(folder: Path, one: Block) -> list[str]:
     return ["sh", "-c", f"PATH={shlex.quote(str(folder))}:$PATH; {command}"]
 
 
+@pytest.mark.core
 @pytest.mark.lab
 @pytest.mark.slow
 @pytest.mark.xdist_group("stacks")

@@ -21,6 +21,7 @@ def lab() -> Iterator[Lab]:
         yield made
 
 
+@pytest.mark.core
 def test_the_nodes_find_each_other_in_any_order(lab: Lab) -> None:
     said = json.loads(corral(lab, 2, "status", "--json").stdout)
     assert [(node["rank"], node["hostname"], node["devices"]) for node in said["nodes"]] == [
@@ -31,6 +32,7 @@ def test_the_nodes_find_each_other_in_any_order(lab: Lab) -> None:
     assert [node["address"] for node in said["nodes"]] == [host.address for host in lab.hosts]
 
 
+@pytest.mark.core
 def test_check_says_what_is_there(lab: Lab) -> None:
     result = corral(lab, 1, "check", "6")
     assert result.returncode == 0
@@ -86,6 +88,7 @@ def listens_on(lab: Lab, host: int, port: int) -> set[str]:
     return {address.strip("[]").removeprefix("::ffff:") for address, _, number in rows if number == str(port)}
 
 
+@pytest.mark.core
 def test_another_machine_can_do_nothing_without_the_token(lab: Lab) -> None:
     """Every port that listens on the network asks for it, or tells nothing but that it is alive."""
     for host in (0, 1):
@@ -162,22 +165,17 @@ def test_status_works_from_outside_with_the_token(lab: Lab) -> None:
 
 
 @pytest.fixture(scope="module")
-def other_process(lab: Lab) -> "subprocess.Popen[str]":
-    """Of the third host, on which `corral down` was typed."""
+def smaller(lab: Lab) -> "subprocess.Popen[str]":
+    """Another process of the third host, on which `corral down` was typed."""
     other = lab.begin(2, ["sleep", "600"])
     assert corral(lab, 2, "down").returncode == 0
     return other
 
 
-@pytest.fixture
-def smaller(lab: Lab, other_process: object) -> Lab:
-    """The cluster without the third host."""
-    return lab
-
-
-def test_down_ends_what_up_started_and_nothing_else(lab: Lab, other_process: "subprocess.Popen[str]") -> None:
+@pytest.mark.core
+def test_down_ends_what_up_started_and_nothing_else(lab: Lab, smaller: "subprocess.Popen[str]") -> None:
     """Another Ray and other processes of the node go on."""
-    assert other_process.poll() is None
+    assert smaller.poll() is None
     left = lab.run(2, ["ps", "ax", "-o", "comm="]).stdout.split()
     assert not {"raylet", "gcs_server"} & set(left)
     assert corral(lab, 2, "down").stdout.strip() == "nothing was up on this node"
@@ -187,38 +185,41 @@ def test_down_ends_what_up_started_and_nothing_else(lab: Lab, other_process: "su
     assert "h3" in missing.stderr.splitlines()[-1]
 
 
-def test_a_rank_that_is_taken_is_refused(smaller: Lab) -> None:
-    result = corral(smaller, 2, "up", "--rank=1", f"--join={smaller.hosts[0].address}")
+@pytest.mark.usefixtures("smaller")
+def test_a_rank_that_is_taken_is_refused(lab: Lab) -> None:
+    result = corral(lab, 2, "up", "--rank=1", f"--join={lab.hosts[0].address}")
     assert result.returncode == 2
     assert "rank 1 of the cluster" in result.stderr
     assert "taken by h2" in result.stderr
 
 
-def test_a_node_without_the_token_cannot_join_and_is_told_what_to_do(smaller: Lab) -> None:
-    result = corral(smaller, 2, "up", "--rank=2", f"--join={smaller.hosts[0].address}", HOME="/nonexistent")
+@pytest.mark.usefixtures("smaller")
+def test_a_node_without_the_token_cannot_join_and_is_told_what_to_do(lab: Lab) -> None:
+    result = corral(lab, 2, "up", "--rank=2", f"--join={lab.hosts[0].address}", HOME="/nonexistent")
     assert result.returncode == 2
     assert "needs a token and this node has none: copy the head's ~/.corral/token here" in result.stderr
-    wrong = corral(smaller, 2, "up", "--rank=2", f"--join={smaller.hosts[0].address}", RAY_AUTH_TOKEN="wrong" * 10)
+    wrong = corral(lab, 2, "up", "--rank=2", f"--join={lab.hosts[0].address}", RAY_AUTH_TOKEN="wrong" * 10)
     assert wrong.returncode == 2
     assert "refuses this token" in wrong.stderr.splitlines()[-1]
 
 
-def test_a_version_that_differs_is_said_before_anything_starts(smaller: Lab) -> None:
+@pytest.mark.usefixtures("smaller")
+def test_a_version_that_differs_is_said_before_anything_starts(lab: Lab) -> None:
     """The head claims another torch; a node that would join is told so."""
-    address, head = f"{smaller.hosts[0].address}:6379", smaller.run(0, [*CORRAL, "status", "--json"]).stdout
+    address, head = f"{lab.hosts[0].address}:6379", lab.run(0, [*CORRAL, "status", "--json"]).stdout
     [report] = [node for node in json.loads(head)["nodes"] if node["rank"] == 0]
     key, original = f"node/{report['id']}", report["report"]
     try:
-        smaller.run(0, [sys.executable, "-c", PUT, address, key, json.dumps({**original, "torch": "1.0"})])
-        checked = corral(smaller, 0, "check", "4")
+        lab.run(0, [sys.executable, "-c", PUT, address, key, json.dumps({**original, "torch": "1.0"})])
+        checked = corral(lab, 0, "check", "4")
         assert checked.returncode == 1
         assert "torch differs between nodes: 1.0 on h1; " in checked.stdout
-        result = corral(smaller, 2, "up", "--rank=2", f"--join={address}")
+        result = corral(lab, 2, "up", "--rank=2", f"--join={address}")
         assert result.returncode == 2
         assert "does not fit the head, h1" in result.stderr
         assert "1.0 there" in result.stderr
     finally:
-        smaller.run(0, [sys.executable, "-c", PUT, address, key, json.dumps(original)])
+        lab.run(0, [sys.executable, "-c", PUT, address, key, json.dumps(original)])
 
 
 PUT = """
@@ -229,10 +230,11 @@ Gcs(find_head(sys.argv[1])).put(sys.argv[2], json.loads(sys.argv[3]))
 """
 
 
-def test_another_ray_that_runs_is_named(smaller: Lab) -> None:
+@pytest.mark.usefixtures("smaller")
+def test_another_ray_that_runs_is_named(lab: Lab) -> None:
     options = ["--head", "--port=7100", "--include-dashboard=false", *SMALL[1:]]
-    smaller.run(2, [*RAY, "start", *options], RAY_AUTH_MODE="disabled")
-    result = corral(smaller, 2, "up", "--head")
+    lab.run(2, [*RAY, "start", *options], RAY_AUTH_MODE="disabled")
+    result = corral(lab, 2, "up", "--head")
     assert result.returncode == 2
     assert "another Ray runs on this node: " in result.stderr
     assert "raylet (pid" in result.stderr

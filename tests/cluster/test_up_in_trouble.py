@@ -60,6 +60,7 @@ def late() -> Iterator[CallTimeout]:
         yield CallTimeout(lab, head.returncode, said, error, waited_s)
 
 
+@pytest.mark.core
 def test_a_node_that_is_missing_is_waited_for_in_bounded_time_and_named(late: CallTimeout) -> None:
     assert late.code == 1
     assert "rank 0 (head)" in late.said
@@ -67,6 +68,7 @@ def test_a_node_that_is_missing_is_waited_for_in_bounded_time_and_named(late: Ca
     assert late.waited_s < within(45)
 
 
+@pytest.mark.core
 def test_the_network_that_leads_to_the_head_is_used_and_not_the_first(late: CallTimeout) -> None:
     lab = late.lab
     nodes = json.loads(corral(lab, 0, "status", "--json").stdout)["nodes"]

@@ -84,6 +84,7 @@ def cluster(lab: Lab, folder: Path) -> list[str]:
     return run_everywhere(lab, folder, block("every-node"))
 
 
+@pytest.mark.core
 def test_the_same_two_lines_on_every_node_make_a_cluster(cluster: list[str]) -> None:
     for said in cluster:
         assert "all 4 nodes are there" in said
@@ -124,6 +125,7 @@ def wait_until_lines(file: Path, number: int) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.core
 @pytest.mark.usefixtures("cluster")
 def test_nothing_is_left_after_down(lab: Lab, folder: Path) -> None:
     for said in run_everywhere(lab, folder, block("go-home")):

@@ -41,6 +41,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> list[di
     return steps_here(tmp_path_factory.mktemp("alone"), tiny_model, *LONG)
 
 
+@pytest.mark.core
 def test_colocated_it_is_the_run_of_one_process(
     lab: Lab, tmp_path: Path, tiny_model: Path, alone: list[dict[str, Any]]
 ) -> None:
@@ -86,12 +87,14 @@ def recovered(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: Pa
     return run
 
 
+@pytest.mark.core
 def test_apart_it_is_the_run_of_one_process_too(recovered: ClusterRun, alone: list[dict[str, Any]]) -> None:
     """Whether or not all rollout workers live."""
     assert recovered.code == 0, recovered.output
     assert_same(steps_of(recovered.path), alone)
 
 
+@pytest.mark.core
 def test_prompts_of_a_rollout_worker_that_dies_are_rolled_out_elsewhere(recovered: ClusterRun) -> None:
     assert "was killed by signal 9" in recovered.output
     assert "are rolled out elsewhere" in recovered.output
@@ -129,6 +132,7 @@ def test_a_trainer_that_dies_costs_the_steps_since_the_last_checkpoint(
     assert_all_trained(run)
 
 
+@pytest.mark.core
 def test_without_a_node_the_run_goes_on_with_the_rest(
     tmp_path: Path, tiny_model: Path, alone: list[dict[str, Any]]
 ) -> None:
@@ -165,6 +169,7 @@ def test_the_run_goes_on_without_a_node_of_rollout_workers(
     assert_all_trained(run)
 
 
+@pytest.mark.core
 def test_without_a_node_that_is_needed_the_run_ends_soon_and_names_it(
     lab: Lab, tmp_path: Path, tiny_model: Path
 ) -> None:

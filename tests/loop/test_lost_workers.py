@@ -130,6 +130,7 @@ def test_a_rollout_worker_that_hangs_is_reported_and_replaced(tmp_path: Path, ti
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.core
 def test_a_trainer_that_hangs_costs_the_steps_since_the_last_checkpoint(tmp_path: Path, tiny_model: Path) -> None:
     run = LocalRun(tmp_path, tiny_model, "cluster.worker_timeout_s=5")
     pid = run.signal_worker("actor", signal.SIGSTOP)
@@ -141,6 +142,7 @@ def test_a_trainer_that_hangs_costs_the_steps_since_the_last_checkpoint(tmp_path
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.core
 def test_a_trainer_that_dies_while_nobody_asks_it_is_noticed_at_once(tmp_path: Path, tiny_model: Path) -> None:
     """During a rollout of a minute, for the end of which the trainer waits."""
     run = LocalRun(tmp_path, tiny_model, "environment.reward.options.seconds=3")

@@ -18,7 +18,7 @@ from scenarios import FakeRole, message_of, placement_of, recipe_with, running
 from corral.runtime.group import Group, LocalGroup, LocalRuntime
 from corral.runtime.worker import WorkerContext
 
-ON_RAY = pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.xdist_group("ray")])
+ON_RAY = pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.core, pytest.mark.xdist_group("ray")])
 
 
 @asynccontextmanager

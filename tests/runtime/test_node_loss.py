@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from hosts import Driver, Lab
 
-pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.xdist_group("node_loss")]
+pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.core, pytest.mark.xdist_group("node_loss")]
 
 
 @pytest.fixture(scope="module")

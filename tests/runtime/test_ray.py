@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from hosts import Driver, Lab
 
-pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.core, pytest.mark.xdist_group("ray")]
 
 
 @pytest.fixture(scope="module")

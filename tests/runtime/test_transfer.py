@@ -361,6 +361,7 @@ sys.stdin.read()  # none ends before all are done: the first one has the store
 """.replace("MEGABYTES", str(MEGABYTES)).replace("LARGE_BUCKET", str(LARGE_BUCKET))
 
 
+@pytest.mark.core
 @pytest.mark.xdist_group("ray")
 @pytest.mark.lab
 @pytest.mark.slow
@@ -392,6 +393,7 @@ def test_every_node_of_trainers_sends_half_and_at_the_same_time(tmp_path: Path) 
 # --- through Ray
 
 
+@pytest.mark.core
 @pytest.mark.xdist_group("ray")
 @pytest.mark.slow
 def test_weights_go_through_the_object_store() -> None:
