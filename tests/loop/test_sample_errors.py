@@ -165,7 +165,7 @@ def printed(folder: Path, model: Path, *overrides: str) -> tuple[str, str]:
     return str(raised.value), stream.getvalue()
 
 
-SOON = f"environment.timeout_s={within(0.3):g}"
+SOON = f"environment.timeout_s={within(0.1):g}"
 FAILURES = {
     "name error": ((rewarded_by("name_error"),), "NameError: name 'respose' is not defined", "broken.py:7"),
     "async": ((rewarded_by("async_name_error"),), "NameError: name 'respose' is not defined", "broken.py:11"),
@@ -205,13 +205,13 @@ FAILURES = {
     "step": (("environment.name={file}:BadStep",), "it returned 1.0, which is not a StepResult", "broken.py:64"),
     "late step": (
         ("environment.name={file}:LateStep", SOON),
-        f"step: no answer within {within(0.3):g} s",
+        f"step: no answer within {within(0.1):g} s",
         "broken.py:68",
     ),
     "blocking": (("environment.name={file}:BlockingStep",), "KeyError: 'reward'", "broken.py:75"),
     "blocking late": (
         ("environment.name={file}:HangingStep", SOON),
-        f"the environment took longer than {within(0.3):g} s and its process was killed",
+        f"the environment took longer than {within(0.1):g} s and its process was killed",
         "broken.py:78",
     ),
     "agent": (
