@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from deadlines import within
+
 HARMLESS = ("dirname", "basename", "realpath", "readlink", "seq", "env")
 RUN = r"""
 export PATH=$1 HOME='~' LC_ALL=C
@@ -44,7 +46,8 @@ def run_in_bash(
     work = folder / "work"
     work.mkdir(exist_ok=True)
     command = [bash, "--norc", "-c", RUN, "oracle", str(tools), str(record), *map(str, scripts)]
-    subprocess.run(command, cwd=work, env={**(variables or {})}, stdin=subprocess.DEVNULL, timeout=600, check=False)
+    nothing, limit_s = subprocess.DEVNULL, within(600)
+    subprocess.run(command, cwd=work, env={**(variables or {})}, stdin=nothing, timeout=limit_s, check=False)
     fields = record.read_bytes().decode(errors="replace").split("\0")[:-1]
     found: list[list[list[str]]] = []
     at = 0

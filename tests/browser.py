@@ -14,8 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from deadlines import within
+
 CHROMIUM = shutil.which("chromium")
-WAIT_S = 30.0
+WAIT_S = within(30)
 KEY_CODES = {"Escape": 27}
 """Of keys whose meaning is the browser's own."""
 FLAGS = (
@@ -121,6 +123,6 @@ def browser(width: int = 1280, height: int = 900) -> Iterator[Browser]:
             yield page
         finally:
             process.terminate()
-            process.wait(10)
+            process.wait(within(10))
             os.close(write_in)
             os.close(read_out)

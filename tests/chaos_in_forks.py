@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent / "loop"))
 
 import command_preload  # noqa: F401
 import forked_pythons
+from deadlines import within
 from runs import write_recipe
 from tiny import save_tiny_model
 
@@ -155,7 +156,7 @@ def main() -> None:
         run = f"{options.mode.replace(' ', '-')}-{options.seed}"
         command = [str(recipe), f"name={run}", "environment.reward.workers=2", *EVERY, *MODES[options.mode]]
         kinds = tuple(options.kinds.split(",")) if options.kinds else ON_RAY if options.ray else KINDS
-        chosen = ChaosOptions(options.faults, options.seed, kinds, options.interval, 300.0, 60.0)
+        chosen = ChaosOptions(options.faults, options.seed, kinds, options.interval, within(300), within(60))
         chaos = ForkedChaos(command, folder / "runs" / run, chosen, Reach(False), lambda _: None)
         if options.ray:
             chaos.command, chaos.workers = [*command, *TIMEOUTS], forked_pythons.prepare()

@@ -3,11 +3,12 @@
 import subprocess
 from collections.abc import Sequence
 
+from deadlines import within
 from hosts import CORRAL, SMALL_RAY, Lab
 
 SMALL = ["--", *SMALL_RAY]
 """For Ray."""
-UP_S = 120
+UP_S = within(120)
 
 
 def corral(

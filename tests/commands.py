@@ -1,6 +1,7 @@
 """The command line in processes of its own: own pid, own signals, own exit code.
 
-They are forked from a process that has imported torch and transformers (`forked_pythons.py`).
+They are forked from a process that has imported torch and transformers (`forked_pythons.py`). Limits on time are those
+of a machine that has nothing else to do; `deadlines.py` multiplies them.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from deadlines import within
 from forked_pythons import FORKED, ForkedProcess, forking_python, start_server
 
 TIMEOUT_S = 180.0
@@ -46,12 +48,14 @@ class Command:
 
     def wait_until(self, condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
         """Until it holds, or the command has ended."""
+        timeout_s = within(timeout_s)
         deadline = time.monotonic() + timeout_s
         while self.is_running() and not condition():
             assert time.monotonic() < deadline, f"waited {timeout_s:g} s in vain\n{self.stderr.read_text()}"
             time.sleep(0.002)
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> Finished:
+        timeout_s = within(timeout_s)
         self.process.join(timeout_s)
         if self.process.exitcode is None:
             self.process.kill()

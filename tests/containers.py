@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Self
 
 import pytest
+from deadlines import within
 
 REPOSITORY = Path(__file__).parents[1]
 IMAGE = "localhost/corral-test"
@@ -83,7 +84,7 @@ class Podman:
     def close(self) -> None:
         if self.service is not None:
             self.service.terminate()
-            self.service.wait(timeout=20)
+            self.service.wait(timeout=within(20))
         remove(self.folder)
 
     def run(self, *words: str, timeout_s: float = 60, check: bool = True) -> "subprocess.CompletedProcess[str]":
@@ -92,6 +93,7 @@ class Podman:
     def command(
         self, command: Sequence[str], *, timeout_s: float = 60, check: bool = True, cwd: Path | None = None
     ) -> "subprocess.CompletedProcess[str]":
+        timeout_s = within(timeout_s)
         result = subprocess.run(command, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=timeout_s)
         if check and result.returncode:
             raise AssertionError(f"{' '.join(command)} failed\n{result.stdout}\n{result.stderr}")
@@ -111,7 +113,7 @@ class Podman:
             self.service = subprocess.Popen(
                 ["podman", "system", "service", "--time=0", f"unix://{socket}"], env=self.env
             )
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + within(30)
             while not socket.exists():
                 assert self.service.poll() is None, "podman's service has ended"
                 assert time.monotonic() < deadline, "podman's service did not start"
@@ -154,7 +156,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 def remove(folder: Path) -> None:
     for words in (["rm", "--force", "--all", "--time", "0"], ["network", "prune", "--force"]):
-        subprocess.run(["podman", *words], env=environment(folder), capture_output=True, timeout=60)
+        subprocess.run(["podman", *words], env=environment(folder), capture_output=True, timeout=within(60))
     subprocess.run(["umount", str(folder / "graph" / "overlay")], capture_output=True)
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -4,7 +4,9 @@ import json
 import socket
 from typing import Any, Self
 
-TIMEOUT_S = 30.0
+from deadlines import within
+
+TIMEOUT_S = within(30)
 
 
 class DebugClient:

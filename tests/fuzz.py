@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deadlines import within
 from fuzz_kinds import KINDS, Kind
 
 from corral.cli.main import print_error
@@ -38,7 +39,7 @@ from corral.recipe.errors import RunError, UserError
 
 REFUSALS = (UserError, RunError, OSError)
 """What `corral` itself prints as one line."""
-COMPUTING_S, WAITING_S = 5.0, 30.0
+COMPUTING_S, WAITING_S = within(5), within(30)
 """Longest time of an input: of a processor, and on a clock, which also runs while other programs compute."""
 MEMORY_BYTES = 16 * 2**30
 """How much address space a process may need beyond what it has when it begins; each thread takes some of it."""

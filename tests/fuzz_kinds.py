@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from deadlines import within
 from mutations import PIECES, any_value, broken_bytes, broken_json, broken_text, broken_tree, broken_value
 from tiny import save_tiny_model, tiny_tokenizer
 
@@ -470,7 +471,7 @@ def ask_agents_endpoint(folder: Path) -> Iterator[Attempt]:
 
     async def converse(given: tuple[list[tuple[bool, bytes]], str]) -> bool:
         bodies, reply = given
-        async with trajectory(AgentEnv(None, runner, timeout_s=5.0, in_process=True), row, reply) as env:  # type: ignore[arg-type]
+        async with trajectory(AgentEnv(None, runner, timeout_s=within(5), in_process=True), row, reply) as env:  # type: ignore[arg-type]
             reader, writer = await asyncio.open_connection("127.0.0.1", runner.endpoint.port)
             answered = False
             for is_raw, body in bodies:

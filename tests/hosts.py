@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from deadlines import within
 from forked_pythons import RAY_PYTHON, forking_python
 
 from corral.cluster.up import RAY
@@ -45,7 +46,7 @@ SMALL_RAY = ("--num-cpus=2", "--object-store-memory=100000000", "--memory=100000
 FONTS = Path("~/.cache/matplotlib").expanduser()
 """That matplotlib has collected; it needs seconds for it."""
 DECOY = "192.168.231"
-START_S = 120
+START_S = within(120)
 NUMBERS = itertools.count()
 
 
@@ -111,7 +112,7 @@ class Lab:
         self, host: int, command: Sequence[str], *, timeout_s: float = 60, check: bool = True, **env: str
     ) -> "subprocess.CompletedProcess[str]":
         result = subprocess.run(
-            self.hosts[host].command(command, env), capture_output=True, text=True, timeout=timeout_s
+            self.hosts[host].command(command, env), capture_output=True, text=True, timeout=within(timeout_s)
         )
         if check and result.returncode:
             raise AssertionError(f"{self.hosts[host].name}: {command} failed\n{result.stdout}\n{result.stderr}")
@@ -253,7 +254,7 @@ class Driver:
         """Its exit code, in good time."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=within(30))
 
 
 def serve() -> None:
@@ -304,7 +305,7 @@ def remove_old_bridges() -> None:
 
 def first_child(process: "subprocess.Popen[bytes]") -> int:
     """The host's first process, once it is set up."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + within(10)
     while time.monotonic() < deadline and process.poll() is None:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         if children and Path(f"/proc/{children[0]}/comm").read_text().strip() == "tini":

@@ -41,11 +41,12 @@ def share_of_vowels(response):
     return sum(letter in "aeiou" for letter in response) / 8
 
 
-def slowly(response, calls, seconds):
-    """The same, and a test can see how far it has come."""
+def slowly(response, calls, seconds, after=0):
+    """The same, and a test can see how far it has come. The first calls, `after` of them, take no time."""
     with open(calls, "a") as file:
         file.write(".")
-    time.sleep(seconds)
+        is_slow = file.tell() > after
+    time.sleep(seconds * is_slow)
     return share_of_vowels(response)
 '''
 VALIDATION = (

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from deadlines import within
+
 from corral.http_server import make_server
 
-WAIT_S = 30.0
+WAIT_S = within(30)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Self
 
 import pytest
+from deadlines import within
 from hosts import Lab
 
 TOOLS = ("slurmctld", "slurmd", "sbatch", "munged")
-START_S = 20.0
+START_S = within(20)
 POLL_S = 0.2
 OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 
@@ -117,6 +118,7 @@ class Slurm:
 
     def wait(self, job: int, timeout_s: float = 120) -> Outcome:
         """Until it is over and its hosts are free again. (`sbatch --wait` looks every half minute.)"""
+        timeout_s = within(timeout_s)
         deadline = time.monotonic() + timeout_s
         while (state := self.show(job)["JobState"]) not in OVER or self.states() != {"idle"}:
             if time.monotonic() > deadline:

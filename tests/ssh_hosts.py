@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from deadlines import within
 from hosts import FONTS, Lab
 
 from corral.runtime.network import answers
@@ -70,7 +71,7 @@ class SshHosts:
 
 
 def await_port(address: str, lab: Lab) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + within(20)
     while not answers(address):
         assert time.monotonic() < deadline, f"sshd does not answer at {address}: {lab.errors.read_text()}"
         time.sleep(0.02)

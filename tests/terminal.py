@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pexpect.fdpexpect
 from commands import Command, start_corral
+from deadlines import within
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = within(30)
 SIZE = (40, 150)
 
 

@@ -14,7 +14,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,15 +103,15 @@ class HeartbeatReader:
     """The agent's side, asked about once a second. Only seconds in which it looks are silence: a node that was
     suspended, or an agent that did not run, is not the worker's fault."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.last, self.looked = folder, dict[int, LastLook](), time.monotonic()
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.folder, self.clock, self.last, self.looked = folder, clock, dict[int, LastLook](), clock()
         self.lock = threading.Lock()
 
     def look(self) -> list[WorkerState]:
         if sys.platform != "linux":
             return []  # without /proc nothing is known: a hang is bounded by the deadlines of calls alone
         with self.lock:  # the agent has several threads
-            now = time.monotonic()
+            now = self.clock()
             passed_s, self.looked = min(now - self.looked, 2 * HEARTBEAT_S), now
             return [self._look_at(path, passed_s) for path in sorted(self.folder.glob("heartbeat-*"))]
 

@@ -5,10 +5,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pexpect
 import pytest
 from commands import corral
+from deadlines import within
 from debug_client import DebugClient
 from guides import Block, block
 from runs import steps_of, write_recipe
@@ -221,6 +223,7 @@ def test_a_node_without_a_debugger_is_named() -> None:
         check_debugger(DebuggerOptions(post_mortem=True), [node])
 
 
+@pytest.mark.core
 @pytest.mark.slow
 @pytest.mark.xdist_group("debugger")
 def test_an_editor_connects_to_workers(tmp_path: Path, tiny_model: Path) -> None:
@@ -228,9 +231,8 @@ def test_an_editor_connects_to_workers(tmp_path: Path, tiny_model: Path) -> None
     prepare(tmp_path, tiny_model, "environment.name=environments.py:BreaksWorker", "cluster.devices_per_node=1")
     command = ["-c", "from corral.cli.main import main; main()", *block("post-mortem").commands[0].split()[1:]]
     environment = {**os.environ, "TERM": "dumb", "OMP_NUM_THREADS": "1"}
-    run = pexpect.spawn(
-        sys.executable, command, cwd=tmp_path, env=environment, encoding="utf-8", timeout=90, dimensions=(40, 500)
-    )
+    options: dict[str, Any] = {"encoding": "utf-8", "timeout": within(90), "dimensions": (40, 500)}
+    run = pexpect.spawn(sys.executable, command, cwd=tmp_path, env=environment, **options)
     run.expect(r"device 0 on .* waits for a debugger at (127.0.0.1:\d+) of that node.*breakpoint\(\) in step")
     with DebugClient(run.match[1]) as editor:
         frame = editor.frames()[0]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pexpect
 import pytest
 from commands import corral
+from deadlines import within
 
 from corral.recipe.load import load_recipe
 
@@ -79,7 +80,7 @@ def test_a_recipe_that_cannot_be_planned_is_not_written(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_at_a_terminal_it_asks_for_what_was_not_given(tmp_path: Path) -> None:
     command = f"{sys.executable} -m corral.cli.main init --model me/model"
-    child = pexpect.spawn(command, cwd=str(tmp_path), encoding="utf-8", timeout=60)
+    child = pexpect.spawn(command, cwd=str(tmp_path), encoding="utf-8", timeout=within(60))
     child.expect("Data: .*:")
     child.sendline("gsm8k")
     child.expect("Algorithm: .*:")

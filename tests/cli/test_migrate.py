@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from commands import Finished, corral, start_corral
+from deadlines import within
 from tiny import save_tiny_model
 
 from corral.observe.ledger import Ledger
@@ -525,7 +526,7 @@ def test_a_command_of_verl_trains(tmp_path: Path, rows: Path, tiny_model: Path) 
 def test_corral_verl_is_a_drop_in_for_main_ppo(tmp_path: Path, rows: Path, tiny_model: Path) -> None:
     command = [sys.executable, "-m", "corral.verl", *overrides(rows, tiny_model)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=120)
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=within(120))
     assert ended.returncode == 0, ended.stderr
     assert "step 1/1" in ended.stdout
     assert (tmp_path / "runs" / "dropped-in" / "metrics.jsonl").exists()

@@ -1,9 +1,11 @@
 """What the tests of the doctor do on a host."""
 
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import ray
+from deadlines import within
 
 from corral.cluster.doctor.diagnose import DoctorOptions, request_for
 from corral.cluster.doctor.findings import NodeRef
@@ -19,7 +21,8 @@ async def start_inspectors() -> list[float]:
     head = find_head()
     join(head)
     entries = {NodeRef(entry["NodeManagerHostname"], entry["NodeManagerAddress"]): entry for entry in ray.nodes()}
-    STARTED.append(ClusterNodes(entries, lambda node: request_for(node, DoctorOptions(), None, head), limit_s=60))
+    request = partial(request_for, options=DoctorOptions(), plan=None, cluster=head)
+    STARTED.append(ClusterNodes(entries, request, limit_s=within(60)))
     return sorted(STARTED[0].call(NodeInspector.clock).values())
 
 

@@ -239,6 +239,7 @@ def launch(podman: Podman, engine: str, *words: str) -> list[str]:
     return [*CORRAL, "launch", engine, "recipe.yaml", *small, *seen, *words]
 
 
+@pytest.mark.core
 @pytest.mark.lab
 @pytest.mark.xdist_group("podman")
 def test_the_lines_start_a_cluster_of_two_containers_that_trains(podman, folder):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from clusters import bring_up, corral
+from deadlines import within
 from hosts import Driver, Lab
 from runs import write_recipe
 
@@ -47,6 +48,7 @@ def well(lab: Lab, folder: Path) -> "subprocess.CompletedProcess[str]":
     return corral(lab, 1, "doctor", "--shared", str(folder))
 
 
+@pytest.mark.core
 def test_a_cluster_that_is_well_gets_no_error(well: "subprocess.CompletedProcess[str]") -> None:
     assert well.returncode == 0, well.stdout + well.stderr
     lines = well.stdout.splitlines()
@@ -56,17 +58,20 @@ def test_a_cluster_that_is_well_gets_no_error(well: "subprocess.CompletedProcess
     assert seen >= {"ports", "clocks", "versions", "shared folder", "all-reduce", "access", "memory", "torch"}
 
 
+@pytest.mark.core
 def test_clocks_of_one_machine_agree(well: "subprocess.CompletedProcess[str]") -> None:
     [line] = [line for line in well.stdout.splitlines() if line.startswith("ok") and "clocks" in line]
-    assert float(line.split("within ")[1].split()[0]) <= 0.1
+    assert float(line.split("within ")[1].split()[0]) <= within(0.1)
 
 
+@pytest.mark.core
 def test_names_that_mean_loopback_are_noted_for_all_nodes_at_once(well: "subprocess.CompletedProcess[str]") -> None:
     noted = [line for line in well.stdout.splitlines() if "127.0.1.1" in line]
     assert len(noted) == 3
     assert all(line.startswith("note") for line in noted)
 
 
+@pytest.mark.core
 def test_every_pair_is_in_the_table(well: "subprocess.CompletedProcess[str]") -> None:
     at = well.stdout.splitlines().index("gloo all-reduce between pairs, over eth0")
     rows = well.stdout.splitlines()[at + 2 : at + 4]

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from deadlines import within
 from hosts import skip_unless_possible
 
 from corral.cluster.doctor.findings import Finding
@@ -165,7 +166,6 @@ def running(*command: str, name: str | None = None, **environment: str) -> Itera
 
 def test_a_worker_whose_cluster_is_gone_is_named_with_its_pid() -> None:
     with running("/bin/sleep", "60", name="ray::DeviceProcess") as left:
-        time.sleep(0.05)
         found = next(one for one in check_processes(all_processes(), None, lambda _: True) if one.level == "warning")
     assert found.check == "stray processes"
     assert f"ray::DeviceProcess (pid {left.pid}, " in found.what
@@ -177,7 +177,7 @@ def test_a_worker_in_a_container_is_none_of_this_nodes_business() -> None:
     """It has a network of its own, and from here its head is not to be reached."""
     skip_unless_possible()
     with running("/usr/bin/unshare", "--net", "bash", "-c", "exec -a ray::DeviceProcess sleep 60") as contained:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + within(10)
         while not (found := all_processes().get(contained.pid)) or not found.is_rays:
             assert time.monotonic() < deadline
         assert found.is_elsewhere

@@ -6,6 +6,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+from deadlines import within
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -260,7 +261,7 @@ def test_the_table_of_pairs_is_a_triangle() -> None:
 
 @pytest.fixture
 def inspector(tmp_path: Path) -> Callable[[], NodeInspector]:
-    request = InspectionRequest(None, "127.0.0.1", str(tmp_path), str(tmp_path), 0, None, {}, limit_s=60)
+    request = InspectionRequest(None, "127.0.0.1", str(tmp_path), str(tmp_path), 0, None, {}, limit_s=within(60))
     return lambda: NodeInspector(request)
 
 
@@ -273,11 +274,11 @@ def test_processes_of_a_node_sum_a_tensor_and_one_that_waits_in_vain_is_ended(
     try:
         findings: tuple[Finding, ...] = one.examine().findings
         assert {"torch", "memory", "disk"} <= {finding.check for finding in findings}
-        measured = one.all_reduce_inside(2, "gloo", 60)
+        measured = one.all_reduce_inside(2, "gloo", within(60))
         assert not isinstance(measured, str), measured
         assert measured[0] > 0
         assert measured[1] > 1e6
-        port = one.open_store(60)
+        port = one.open_store(within(60))
         assert isinstance(port, int)
         assert one.all_reduce("127.0.0.1", port, 0, 2, "gloo", limit_s=0.5) == "no result within 0.5 s"
         assert one.probes[0].process is None

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from deadlines import within
 from launching import HOSTILE, work
 
 from corral.cluster.launchers.dstack import MAX_CODE_BYTES, RECIPE, dstack_launch
@@ -46,7 +47,8 @@ def read_by_dstack(*texts: str) -> list[dict[str, Any]]:
     python = os.environ.get("CORRAL_TEST_DSTACK_PYTHON")
     if not python:
         pytest.skip("CORRAL_TEST_DSTACK_PYTHON names no Python with dstack")
-    result = subprocess.run([python, "-c", READ], input=json.dumps(texts), capture_output=True, text=True, timeout=60)
+    command, limit_s = [python, "-c", READ], within(60)
+    result = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True, timeout=limit_s)
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
 

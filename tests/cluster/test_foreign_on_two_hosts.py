@@ -27,7 +27,7 @@ def lab() -> Iterator[Lab]:
 @pytest.mark.lab
 @pytest.mark.slow
 @pytest.mark.xdist_group("foreign")
-@pytest.mark.parametrize("name", [TOGETHER, APART])
+@pytest.mark.parametrize("name", [pytest.param(TOGETHER, marks=pytest.mark.core), APART])
 def test_shrunk_it_trains_a_step_on_two_hosts(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

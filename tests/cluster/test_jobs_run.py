@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from clusters import begin_up
+from deadlines import within
 from hosts import CORRAL, Lab
 from runs import RECIPE, steps_of
 
@@ -140,7 +141,7 @@ def project(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Itera
         head = begin_up(lab, HEAD, devices=1, RANK="0", **place)
         other = begin_up(lab, OTHER, f"--temp-dir={PRIVATE}/elsewhere", devices=1, RANK="1", **place)
         for process in (other, head):
-            said, _ = process.communicate(timeout=WAIT_S)
+            said, _ = process.communicate(timeout=within(WAIT_S))
             assert process.returncode == 0, said + lab.errors.read_text()
         yield Project(lab, tmp_path_factory.mktemp("shared"), tiny_model)
 
@@ -167,7 +168,7 @@ def stopped(project: Project) -> Stopped:
     process = project.begin(*submit, SECRET_OF_THE_RECIPE=SECRETS[0])
     project.wait_for_steps("long", 2)
     project.signal(signal.SIGINT, *submit[:3])
-    said, _ = process.communicate(timeout=WAIT_S)
+    said, _ = process.communicate(timeout=within(WAIT_S))
     [job] = [entry["id"] for entry in project.jobs() if entry["id"].startswith("long-")]
     second = project.submit("long", "--no-wait")
     told = "".join(project.ask_dashboard(path.format(job=job)) for path in LISTINGS)
@@ -177,6 +178,7 @@ def stopped(project: Project) -> Stopped:
     return Stopped(job, submitting, second, stopping, int(checkpoint.name.removeprefix("step_")), told)
 
 
+@pytest.mark.core
 def test_code_and_variables_are_on_the_nodes_that_use_them(project: Project, stopped: Stopped) -> None:
     assert "sends 3 files of code" in stopped.submitting.stdout
     notes = {tuple(line.split()) for line in (project.shared / "notes").read_text().splitlines()}
@@ -186,6 +188,7 @@ def test_code_and_variables_are_on_the_nodes_that_use_them(project: Project, sto
     assert secrets == list(SECRETS)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("secret", SECRETS)
 def test_a_variable_is_in_no_listing_and_in_no_file(project: Project, stopped: Stopped, secret: str) -> None:
     assert stopped.job in stopped.told
@@ -198,18 +201,21 @@ def test_a_variable_is_in_no_listing_and_in_no_file(project: Project, stopped: S
     assert secret not in (project.run_folder("long") / "recipe.yaml").read_text()
 
 
+@pytest.mark.core
 def test_ctrl_c_leaves_the_job_running(stopped: Stopped) -> None:
     assert stopped.submitting.returncode == 1
     last, job = stopped.submitting.stdout.splitlines()[-1], stopped.job
     assert last == f"job {job} goes on: `corral logs {job} -f` follows it again, `corral stop {job}` stops it"
 
 
+@pytest.mark.core
 def test_a_second_job_does_not_write_to_the_run_of_one_that_is_not_done(project: Project, stopped: Stopped) -> None:
     assert stopped.second.returncode == 2
     [line] = stopped.second.stderr.splitlines()
     assert line.startswith(f"error: job {stopped.job} is running and writes {project.run_folder('long')} already")
 
 
+@pytest.mark.core
 def test_a_job_that_is_stopped_saves_and_says_so(project: Project, stopped: Stopped) -> None:
     assert stopped.stopping.returncode == 0, stopped.stopping.stderr
     where = f"a checkpoint of step {stopped.step} of 60 is in {project.run_folder('long')}"
@@ -225,7 +231,7 @@ def test_a_resumed_job_goes_on_when_its_terminal_is_closed(project: Project, sto
     process = project.begin(*submit)
     wait_until(lambda: project.num_running() == 1)
     project.signal(signal.SIGHUP, *submit)
-    assert process.wait(timeout=WAIT_S) != 0
+    assert process.wait(timeout=within(WAIT_S)) != 0
     followed = project.corral("logs", project.jobs()[0]["id"], "-f")
     assert f"resumed after step {stopped.step}" in followed.stdout
     assert "corral export" in followed.stdout.splitlines()[-1]
@@ -252,18 +258,27 @@ def test_a_job_that_is_followed_ends_with_its_state_and_its_true_folder(project:
     assert last.endswith(f"; run folder {project.run_folder('again-2')}")
 
 
-def test_a_job_that_fails_says_why_in_its_last_lines(project: Project) -> None:
-    finished = project.submit("failing", "model.path=./nowhere", "~cluster")
-    assert finished.returncode == 1
-    assert finished.stdout.splitlines()[-1] == f"error: model.path: {PROJECT}/nowhere is not a folder"
-    [line] = finished.stderr.splitlines()
+@pytest.fixture(scope="module")
+def failing(project: Project) -> "subprocess.CompletedProcess[str]":
+    """A job whose model is not there."""
+    return project.submit("failing", "model.path=./nowhere", "~cluster")
+
+
+@pytest.mark.core
+def test_a_job_that_fails_says_why_in_its_last_lines(
+    project: Project, failing: "subprocess.CompletedProcess[str]"
+) -> None:
+    assert failing.returncode == 1
+    assert failing.stdout.splitlines()[-1] == f"error: model.path: {PROJECT}/nowhere is not a folder"
+    [line] = failing.stderr.splitlines()
     assert line.startswith("error: job failing-")
     assert " failed with exit code 2 after " in line
     assert line.endswith(f"; run folder {project.run_folder('failing')}")
     assert "failed, exit code 2" in project.corral("status", "failing").stdout
-    assert project.corral("logs", "failing", "--tail=1").stdout == finished.stdout.splitlines()[-1] + "\n"
+    assert project.corral("logs", "failing", "--tail=1").stdout == failing.stdout.splitlines()[-1] + "\n"
 
 
+@pytest.mark.usefixtures("failing")
 def test_a_few_letters_are_enough_if_they_mean_one_job(project: Project, stopped: Stopped) -> None:
     jobs = [entry["id"] for entry in project.jobs()]
     heading, *rows = project.corral("jobs").stdout.splitlines()
@@ -287,7 +302,7 @@ def test_elsewhere_than_on_the_head_it_is_said_what_to_do(project: Project) -> N
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + within(WAIT_S)
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.2)

@@ -13,6 +13,7 @@ from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 import pytest
+from deadlines import within
 from hosts import Lab
 from launching import HOSTILE, work
 from runs import steps_of, write_recipe
@@ -173,7 +174,7 @@ def begin(ssh: SshHosts, folder: Path, *, hosts: str | None = None, program: Pat
 
 def end(process: Popen[str]) -> tuple[int, str, str]:
     try:
-        stdout, stderr = process.communicate(timeout=RUN_S)
+        stdout, stderr = process.communicate(timeout=within(RUN_S))
     finally:
         process.kill()
     return process.returncode, stdout, stderr
@@ -187,6 +188,7 @@ def tokens(lab: Lab) -> list[Path]:
     return list((lab.hosts[0].home / ".corral").glob("*.token"))
 
 
+@pytest.mark.core
 @pytest.mark.lab
 @pytest.mark.xdist_group("ssh")
 def test_a_cluster_comes_up_over_ssh_trains_and_is_taken_down(lab, ssh, tmp_path, tiny_model):
@@ -259,7 +261,7 @@ def test_a_launch_that_is_stopped_takes_the_cluster_down(lab, ssh, tmp_path, tin
     write_recipe(tmp_path, tiny_model)
     program, log = stand_in(tmp_path, '"h1 train") sleep 60 ;;')
     process = begin(ssh, tmp_path, program=program)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + within(30)
     while "h1 train" not in calls(log):
         assert process.poll() is None
         assert time.monotonic() < deadline

@@ -16,6 +16,7 @@ import pexpect
 import pytest
 from clusters import bring_up
 from commands import corral
+from deadlines import within
 from forked_pythons import path_without_forks
 from guides import Block, block
 from hosts import CORRAL, RAY, Lab
@@ -220,11 +221,11 @@ def run(lab: Lab, folder: Path, tiny_model: Path) -> Run:
         f"environment.name={folder}/trouble.py:Question",
         f"environment.reward.name={folder}/trouble.py:hangs",
         f"environment.reward.options={{gate: {gate}}}",
-        "environment.reward.timeout_s=100",
+        f"environment.reward.timeout_s={within(100)}",
     )
     options = ["train", str(recipe), "--post-mortem", "name=stuck", *settings]
     started = lab.begin(0, [*CORRAL, *options], OMP_NUM_THREADS="1")
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + within(180)
     while not all(gate.with_suffix(f".{host}").exists() for host in ("h1", "h2")):
         assert started.poll() is None, lab.errors.read_text()
         assert time.monotonic() < deadline
@@ -238,6 +239,7 @@ def typed(folder: Path, one: Block) -> list[str]:
     return ["sh", "-c", f"PATH={shlex.quote(str(folder))}:$PATH; {command}"]
 
 
+@pytest.mark.core
 @pytest.mark.lab
 @pytest.mark.slow
 @pytest.mark.xdist_group("stacks")
@@ -262,7 +264,7 @@ def test_ray_debug_enters_a_worker_that_failed(lab: Lab, folder: Path, run: Run)
     line = run.says("waits for")
     assert re.search(r"device 1 on h2 .* waits for `ray debug` on that node \(ValueError: no good", line)
     command = lab.hosts[1].command(typed(folder, block("ray-debug")), {})
-    debugger = pexpect.spawn(command[0], command[1:], encoding="utf-8", timeout=30, dimensions=(40, 200))
+    debugger = pexpect.spawn(command[0], command[1:], encoding="utf-8", timeout=within(30), dimensions=(40, 200))
     try:
         debugger.expect("Enter breakpoint index or press enter to refresh: ")
         assert "ValueError: no good" in str(debugger.before)
@@ -272,7 +274,7 @@ def test_ray_debug_enters_a_worker_that_failed(lab: Lab, folder: Path, run: Run)
         debugger.expect("42")
         debugger.expect(r"\(Pdb\) ")
         debugger.sendline("c")
-        run.process.communicate(timeout=60)
+        run.process.communicate(timeout=within(60))
     finally:
         debugger.close(force=True)
         os.close(opened)

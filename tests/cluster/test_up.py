@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from clusters import SMALL, begin_up, bring_up, corral
+from deadlines import within
 from hosts import CORRAL, RAY, Lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.xdist_group("up")]
@@ -20,6 +21,7 @@ def lab() -> Iterator[Lab]:
         yield made
 
 
+@pytest.mark.core
 def test_the_nodes_find_each_other_in_any_order(lab: Lab) -> None:
     said = json.loads(corral(lab, 2, "status", "--json").stdout)
     assert [(node["rank"], node["hostname"], node["devices"]) for node in said["nodes"]] == [
@@ -30,6 +32,7 @@ def test_the_nodes_find_each_other_in_any_order(lab: Lab) -> None:
     assert [node["address"] for node in said["nodes"]] == [host.address for host in lab.hosts]
 
 
+@pytest.mark.core
 def test_check_says_what_is_there(lab: Lab) -> None:
     result = corral(lab, 1, "check", "6")
     assert result.returncode == 0
@@ -50,7 +53,8 @@ def test_check_names_what_is_missing_in_time(lab: Lab) -> None:
 
 def test_the_same_command_again_changes_nothing(lab: Lab) -> None:
     before = corral(lab, 1, "status").stdout
-    [said] = [begin_up(lab, 1, RANK="1", WORLD_SIZE="3", MASTER_ADDR=lab.hosts[0].address).communicate(timeout=60)[0]]
+    again = begin_up(lab, 1, RANK="1", WORLD_SIZE="3", MASTER_ADDR=lab.hosts[0].address)
+    said, _ = again.communicate(timeout=within(60))
     assert "rank 1" in said
     assert "all 3 nodes are there" in said
     assert corral(lab, 1, "status").stdout == before
@@ -76,7 +80,7 @@ def test_a_second_cluster_can_run_beside_it_and_each_is_ended_alone(lab: Lab) ->
     ended = corral(lab, 1, "down", "--port=7000")
     assert listens_on(lab, 1, 7000) == set()
     assert "cluster 127.0.0.1:7000" in ended.stdout
-    assert corral(lab, 1, "check", "6", "--timeout=5").returncode == 0
+    assert corral(lab, 1, "check", "6", f"--timeout={within(5):g}").returncode == 0
 
 
 def listens_on(lab: Lab, host: int, port: int) -> set[str]:
@@ -84,6 +88,7 @@ def listens_on(lab: Lab, host: int, port: int) -> set[str]:
     return {address.strip("[]").removeprefix("::ffff:") for address, _, number in rows if number == str(port)}
 
 
+@pytest.mark.core
 def test_another_machine_can_do_nothing_without_the_token(lab: Lab) -> None:
     """Every port that listens on the network asks for it, or tells nothing but that it is alive."""
     for host in (0, 1):
@@ -137,7 +142,7 @@ def test_a_wrong_token_is_refused_in_one_line(lab: Lab) -> None:
         env={"RAY_AUTH_TOKEN": "wrong" * 10, "HOME": "/nonexistent", "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=within(60),
     )
     assert outside.returncode == 2
     assert "refuses this token" in outside.stderr.splitlines()[-1]
@@ -151,17 +156,26 @@ def test_status_works_from_outside_with_the_token(lab: Lab) -> None:
         env={"HOME": str(lab.hosts[0].home), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=within(60),
     )
     assert "6 devices on 3 nodes" in said.stdout, said.stderr
 
 
-def test_down_ends_what_up_started_and_nothing_else(lab: Lab) -> None:
-    """Another Ray and other processes of the node go on. The cluster is smaller afterwards."""
-    mine = lab.begin(2, ["sleep", "600"])
-    result = corral(lab, 2, "down")
-    assert result.returncode == 0
-    assert mine.poll() is None
+# --- from here on the third host has no part in the cluster
+
+
+@pytest.fixture(scope="module")
+def smaller(lab: Lab) -> "subprocess.Popen[str]":
+    """Another process of the third host, on which `corral down` was typed."""
+    other = lab.begin(2, ["sleep", "600"])
+    assert corral(lab, 2, "down").returncode == 0
+    return other
+
+
+@pytest.mark.core
+def test_down_ends_what_up_started_and_nothing_else(lab: Lab, smaller: "subprocess.Popen[str]") -> None:
+    """Another Ray and other processes of the node go on."""
+    assert smaller.poll() is None
     left = lab.run(2, ["ps", "ax", "-o", "comm="]).stdout.split()
     assert not {"raylet", "gcs_server"} & set(left)
     assert corral(lab, 2, "down").stdout.strip() == "nothing was up on this node"
@@ -171,9 +185,7 @@ def test_down_ends_what_up_started_and_nothing_else(lab: Lab) -> None:
     assert "h3" in missing.stderr.splitlines()[-1]
 
 
-# --- from here on the third host has no part in the cluster
-
-
+@pytest.mark.usefixtures("smaller")
 def test_a_rank_that_is_taken_is_refused(lab: Lab) -> None:
     result = corral(lab, 2, "up", "--rank=1", f"--join={lab.hosts[0].address}")
     assert result.returncode == 2
@@ -181,6 +193,7 @@ def test_a_rank_that_is_taken_is_refused(lab: Lab) -> None:
     assert "taken by h2" in result.stderr
 
 
+@pytest.mark.usefixtures("smaller")
 def test_a_node_without_the_token_cannot_join_and_is_told_what_to_do(lab: Lab) -> None:
     result = corral(lab, 2, "up", "--rank=2", f"--join={lab.hosts[0].address}", HOME="/nonexistent")
     assert result.returncode == 2
@@ -190,6 +203,7 @@ def test_a_node_without_the_token_cannot_join_and_is_told_what_to_do(lab: Lab) -
     assert "refuses this token" in wrong.stderr.splitlines()[-1]
 
 
+@pytest.mark.usefixtures("smaller")
 def test_a_version_that_differs_is_said_before_anything_starts(lab: Lab) -> None:
     """The head claims another torch; a node that would join is told so."""
     address, head = f"{lab.hosts[0].address}:6379", lab.run(0, [*CORRAL, "status", "--json"]).stdout
@@ -216,6 +230,7 @@ Gcs(find_head(sys.argv[1])).put(sys.argv[2], json.loads(sys.argv[3]))
 """
 
 
+@pytest.mark.usefixtures("smaller")
 def test_another_ray_that_runs_is_named(lab: Lab) -> None:
     options = ["--head", "--port=7100", "--include-dashboard=false", *SMALL[1:]]
     lab.run(2, [*RAY, "start", *options], RAY_AUTH_MODE="disabled")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from clusters import begin_up, bring_up, corral
+from deadlines import within
 from hosts import DECOY, Lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.xdist_group("trouble")]
@@ -53,19 +54,21 @@ def late() -> Iterator[CallTimeout]:
         started = time.monotonic()
         place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": lab.hosts[0].address}
         head = begin_up(lab, 0, "--timeout=3", devices=1, OMP_NUM_THREADS="1", **place)
-        said, _ = head.communicate(timeout=60)
+        said, _ = head.communicate(timeout=within(60))
         error, waited_s = lab.errors.read_text().splitlines()[-1], time.monotonic() - started
         bring_up(lab, devices=1)  # what was up stays, and the rest can still come
         yield CallTimeout(lab, head.returncode, said, error, waited_s)
 
 
+@pytest.mark.core
 def test_a_node_that_is_missing_is_waited_for_in_bounded_time_and_named(late: CallTimeout) -> None:
     assert late.code == 1
     assert "rank 0 (head)" in late.said
     assert late.error.startswith("error: after 3 s the cluster lacks rank 1 of 2; here: 0 h1.")
-    assert late.waited_s < 45
+    assert late.waited_s < within(45)
 
 
+@pytest.mark.core
 def test_the_network_that_leads_to_the_head_is_used_and_not_the_first(late: CallTimeout) -> None:
     lab = late.lab
     nodes = json.loads(corral(lab, 0, "status", "--json").stdout)["nodes"]
@@ -81,7 +84,7 @@ def test_a_head_that_was_started_again_gets_its_worker_back(late: CallTimeout) -
     lab = late.lab
     corral(lab, 0, "down")
     bring_up(lab, devices=1)  # the worker's Ray, of the first cluster, is still there
-    assert corral(lab, 0, "check", "2", "--timeout=5").returncode == 0
+    assert corral(lab, 0, "check", "2", f"--timeout={within(5):g}").returncode == 0
 
 
 # --- everything else
@@ -142,8 +145,8 @@ def test_a_head_file_of_an_earlier_cluster_is_refused(lab: Lab, tmp_path: Path) 
     joined = begin_up(lab, 1, *worker, "--id=new", devices=1, HOME=str(tmp_path / "home"))
     wait_until(lambda: "refuses it" in lab.errors.read_text(), lab)
     (tmp_path / "later").rename(token)
-    assert "all 2 nodes are there" in joined.communicate(timeout=60)[0]
-    assert "all 2 nodes are there" in head.communicate(timeout=60)[0]
+    assert "all 2 nodes are there" in joined.communicate(timeout=within(60))[0]
+    assert "all 2 nodes are there" in head.communicate(timeout=within(60))[0]
     assert token.stat().st_mode & 0o777 == 0o600
     corral(lab, 0, "down")
     assert not token.exists()
@@ -157,7 +160,7 @@ def wait_for(file: Path, id: str, lab: Lab) -> dict[str, object]:
 
 
 def wait_until(condition: Callable[[], bool], lab: Lab, timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + within(timeout_s)
     while not condition():
         assert time.monotonic() < deadline, lab.errors.read_text()
         time.sleep(0.1)
@@ -173,7 +176,8 @@ def test_a_port_in_use_is_said_with_who_has_it(lab: Lab) -> None:
 
 def test_a_worker_must_agree_that_there_is_no_token(lab: Lab) -> None:
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": lab.hosts[0].address}
-    said = begin_up(lab, 0, "--insecure", "--no-wait", devices=1, RANK="0", **variables).communicate(timeout=60)[0]
+    head = begin_up(lab, 0, "--insecure", "--no-wait", devices=1, RANK="0", **variables)
+    said, _ = head.communicate(timeout=within(60))
     assert "no token: whoever reaches this node can run commands on it" in said
     result = corral(lab, 1, "up", RANK="1", RAY_AUTH_TOKEN="any" * 20, **variables)
     assert result.returncode == 2
@@ -185,7 +189,7 @@ def test_one_that_stays_and_waits_ends_with_a_signal_too(lab: Lab) -> None:
     head = begin_up(lab, 0, "--block", devices=1, RANK="0", WORLD_SIZE="2", MASTER_ADDR=lab.hosts[0].address)
     wait_until(lambda: "waiting for rank 1 of 2" in lab.errors.read_text()[said:], lab)
     lab.run(0, ["pkill", "-TERM", "-f", "corral.cli.main up"])
-    assert head.wait(timeout=30) == 0
+    assert head.wait(timeout=within(30)) == 0
     assert not lab.run(0, ["pgrep", "-x", "raylet|gcs_server"], check=False).stdout
 
 
@@ -193,12 +197,12 @@ def test_one_that_stays_ends_with_a_signal_and_says_why_when_the_head_is_gone(la
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": lab.hosts[0].address}
     head = begin_up(lab, 0, "--block", devices=1, RANK="0", **variables)
     worker = begin_up(lab, 1, "--block", devices=1, RANK="1", **variables)
-    assert corral(lab, 1, "check", "2", "--nodes=2", "--timeout=60").returncode == 0
+    assert corral(lab, 1, "check", "2", "--nodes=2", f"--timeout={within(60):g}").returncode == 0
     [blocking] = lab.run(0, ["pgrep", "-f", "corral.cli.main up"]).stdout.split()
     lab.run(0, ["kill", f"-{signal.SIGTERM.value}", blocking])
-    assert head.wait(timeout=30) == 0
+    assert head.wait(timeout=within(30)) == 0
     assert not lab.run(0, ["pgrep", "-x", "raylet|gcs_server"], check=False).stdout
-    assert worker.wait(timeout=60) == 1
+    assert worker.wait(timeout=within(60)) == 1
     assert "error: the head," in lab.errors.read_text().splitlines()[-1]
     assert not lab.run(1, ["pgrep", "-x", "raylet"], check=False).stdout
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from deadlines import within
 from guides import ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -18,7 +19,7 @@ def test_an_example_runs(example: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
         [sys.executable, str(example)],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=within(300), check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     reached = re.search(r"reward (-?[\d.]+) -> (-?[\d.]+)", result.stdout)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from deadlines import within
 from hosts import CORRAL, Lab
 from runs import write_recipe
 
@@ -32,7 +33,7 @@ class ClusterRun:
         )
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + within(LIMIT_S)
         while not condition():
             assert self.process.poll() is None, self.wait()
             assert time.monotonic() < deadline
@@ -40,7 +41,7 @@ class ClusterRun:
 
     def wait(self) -> str:
         """What it output."""
-        output, _ = self.process.communicate(timeout=LIMIT_S)
+        output, _ = self.process.communicate(timeout=within(LIMIT_S))
         self.output = output + self.lab.errors.read_text()[self.before :]
         return self.output
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deadlines import within
 
 from corral.child_process import die_with_parent
 from corral.observe.console import Console
@@ -34,7 +35,7 @@ def serve(calls: Connection, rank: int, size: int) -> None:
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    worker = Worker(rank, size, "127.0.0.1", timeout_s=120.0, threads=1, can_be_replaced=True)
+    worker = Worker(rank, size, "127.0.0.1", timeout_s=within(120), threads=1, can_be_replaced=True)
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
 

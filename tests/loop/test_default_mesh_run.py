@@ -6,7 +6,7 @@ import pytest
 from runs import steps_here
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
-TWO_DEVICES = ("cluster.devices_per_node=2", "cluster.start_timeout_s=120", "schedule.steps=1")
+TWO_DEVICES = ("cluster.devices_per_node=2", "schedule.steps=1")
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_a_run_in_pipeline_stages_is_that_of_one_process(tmp_path: Path, tiny_mo
     """Actor, reference and critic are in stages; engines get weights that are gathered from them."""
     overrides = (f"algorithm.name={algorithm}", "algorithm.kl.where=loss", "batch.max_tokens_per_micro_batch=128")
     alone = steps_here(tmp_path, tiny_model, "name=alone", *overrides, "schedule.steps=3")
-    stages = ("cluster.devices_per_node=2", "cluster.start_timeout_s=120", "train.parallel.pipeline=2")
+    stages = ("cluster.devices_per_node=2", "train.parallel.pipeline=2")
     staged = steps_here(tmp_path, tiny_model, "name=staged", *overrides, "schedule.steps=3", *stages)
     keys = (*SAME, "value/loss") if algorithm == "ppo" else SAME
     for one, other in zip(staged, alone, strict=True):

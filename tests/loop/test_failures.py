@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from commands import Finished, corral, start_corral
+from deadlines import within
 from runs import rows_of, same_outcome, steps_of, train_here, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -70,16 +71,15 @@ def reward(folder: Path, name: str) -> tuple[str, ...]:
     ("name", "expected"),
     [
         ("raises", "ValueError: the scorer is broken (rewards.py:"),
-        ("hangs", "the reward function took longer than 0.5 s and was killed"),
+        ("hangs", f"the reward function took longer than {within(0.5):g} s and was killed"),
         ("dies", "the reward function's process died: it ended with exit code 1"),
         ("is_not_finite", "the reward must be finite; the function returned nan"),
     ],
 )
 @pytest.mark.slow
 def test_a_reward_that_fails_costs_one_sample(tmp_path: Path, tiny_model: Path, name: str, expected: str) -> None:
-    run = train_here(
-        tmp_path, tiny_model, *reward(tmp_path, name), "environment.reward.timeout_s=0.5", "schedule.steps=3"
-    )
+    soon = f"environment.reward.timeout_s={within(0.5):g}"
+    run = train_here(tmp_path, tiny_model, *reward(tmp_path, name), soon, "schedule.steps=3")
     assert [row["samples/errors"] for row in steps_of(run)] == [1, 0, 0]
     assert steps_of(run)[0]["stop/error"] == 1 / 16
     assert expected in (run / "logs" / "main.log").read_text()

@@ -4,11 +4,16 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import Command, Finished, corral, start_corral
+from deadlines import within
 from runs import VALIDATION, rows_of, same_outcome, write_recipe
+
+from corral.runtime.model_workers import ActorWorker
 
 BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 STEPS = ("schedule.steps=3", "logging.trajectories=true")
@@ -16,13 +21,21 @@ CALLS_BEFORE_TRAINING = 1
 """To see that it can be called, before the model is loaded."""
 CALLS_PER_STEP = 16
 CALLS_PER_VALIDATION = 6
-LONG_UPDATES = "batch.ppo_epochs=20"
+CALLS_BEFORE_STEP_3 = 2 * CALLS_PER_STEP
 
 
 class Watched:
-    """A run whose reward function tells how often it was called: the way to hit it at a certain moment."""
+    """A run whose reward function tells how often it was called: the way to hit it at a certain moment. `hangs_after`
+    so many calls in training it does not answer any more."""
 
-    def __init__(self, folder: Path, model: Path, *overrides: str, seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        *overrides: str,
+        hangs_after: int = 10**6,
+        before: Callable[[], None] | None = None,
+    ) -> None:
         self.folder, self.path = folder, folder / "runs" / "tiny"
         self.calls = folder / "calls"
         write_recipe(folder, model)
@@ -30,17 +43,26 @@ class Watched:
         slow = (
             f"environment.reward.name={folder}/vowels.py:slowly",
             f"environment.reward.options.calls={self.calls}",
-            f"environment.reward.options.seconds={seconds}",
+            "environment.reward.options.seconds=600",
+            f"environment.reward.options.after={CALLS_BEFORE_TRAINING + hangs_after}",
+            "environment.reward.timeout_s=600",
         )
-        self.process: Command = start_corral(folder, *self.command, *slow)
+        self.process: Command = start_corral(folder, *self.command, *slow, before=before)
 
     def num_calls(self) -> int:
         return self.calls.stat().st_size - CALLS_BEFORE_TRAINING if self.calls.exists() else 0
 
-    def interrupt(self, when: Callable[["Watched"], bool], number: signal.Signals = signal.SIGINT) -> Finished:
-        self.process.wait_until(lambda: when(self))
+    def interrupt_at(self, num_calls: int, number: signal.Signals = signal.SIGINT) -> Finished:
+        """At the one with which the reward function hangs."""
+        self.process.wait_until(lambda: self.num_calls() > num_calls)
         self.process.send(number)
         return self.process.wait()
+
+    def interrupt_update(self, number: signal.Signals = signal.SIGINT) -> None:
+        """Returns when it has said what becomes of that."""
+        self.process.wait_until((self.folder / "updating").exists)
+        self.process.send(number)
+        self.process.wait_until(lambda: "stopping as soon as this step is done" in self.process.stdout.read_text())
 
     def resumed_equals_uninterrupted(self) -> bool:
         # Without what makes the reward slow and counts its calls: another function, with the same rewards.
@@ -49,27 +71,25 @@ class Watched:
         return same_outcome(self.path, self.folder / "runs" / "whole", step=3)
 
 
-def is_rolling_out_step_3(run: Watched) -> bool:
-    return run.num_calls() > 2 * CALLS_PER_STEP + 2
+def hold_updates(step: int) -> None:
+    """Those of a step say that they have begun, and wait for a file, `go`."""
+    accumulate = ActorWorker.accumulate
 
+    def held(self: ActorWorker, *arguments: Any) -> Any:
+        if Path("calls").stat().st_size == CALLS_BEFORE_TRAINING + step * CALLS_PER_STEP:
+            Path("updating").touch()
+            while not Path("go").exists():
+                time.sleep(0.01)
+        return accumulate(self, *arguments)
 
-def is_training_in_step_2(run: Watched) -> bool:
-    """The last answer was scored; a moment later the updates have begun."""
-    if run.num_calls() < 2 * CALLS_PER_STEP:
-        return False
-    time.sleep(0.1)
-    return True
-
-
-def is_validating_after_step_1(run: Watched) -> bool:
-    return run.num_calls() > CALLS_PER_VALIDATION + CALLS_PER_STEP + 2
+    ActorWorker.accumulate = held  # type: ignore[method-assign]
 
 
 @pytest.mark.slow
 @BOTH
 def test_interrupt_during_a_rollout(tmp_path: Path, tiny_model: Path, number: signal.Signals) -> None:
-    run = Watched(tmp_path, tiny_model, seconds=0.03)
-    finished = run.interrupt(is_rolling_out_step_3, number)
+    run = Watched(tmp_path, tiny_model, hangs_after=CALLS_BEFORE_STEP_3 + 2)
+    finished = run.interrupt_at(CALLS_BEFORE_STEP_3 + 2, number)
     assert finished.code == 0
     assert finished.stderr == ""
     assert "the same command again (stopped after step 2 of 3)" in finished.stdout
@@ -80,11 +100,12 @@ def test_interrupt_during_a_rollout(tmp_path: Path, tiny_model: Path, number: si
 
 @pytest.mark.slow
 def test_interrupt_during_training(tmp_path: Path, tiny_model: Path) -> None:
-    run = Watched(tmp_path, tiny_model, LONG_UPDATES)
-    finished = run.interrupt(is_training_in_step_2)
+    run = Watched(tmp_path, tiny_model, before=partial(hold_updates, step=2))
+    run.interrupt_update()
+    (tmp_path / "go").touch()
+    finished = run.process.wait()
     assert finished.code == 0
     assert finished.stderr == ""
-    assert "stopping as soon as this step is done" in finished.stdout
     assert "the same command again (stopped after step 2 of 3)" in finished.stdout
     assert run.resumed_equals_uninterrupted()
 
@@ -92,14 +113,16 @@ def test_interrupt_during_training(tmp_path: Path, tiny_model: Path) -> None:
 @pytest.mark.slow
 def test_interrupt_while_validating(tmp_path: Path, tiny_model: Path) -> None:
     """The validation that was cut short is made by the run that goes on."""
-    run = Watched(tmp_path, tiny_model, *VALIDATION, "validation.every=1", seconds=0.03)
-    finished = run.interrupt(is_validating_after_step_1)
+    num_calls = CALLS_PER_VALIDATION + CALLS_PER_STEP + 2
+    run = Watched(tmp_path, tiny_model, *VALIDATION, "validation.every=1", hangs_after=num_calls)
+    finished = run.interrupt_at(num_calls)
     assert "stopped after step 1 of 3" in finished.stdout
     assert [row["step"] for row in rows_of(run.path)] == [0, 1]
     assert run.resumed_equals_uninterrupted()
 
 
 @pytest.mark.slow
+@pytest.mark.deadline("signals come at random moments of a process")
 def test_interrupts_at_any_moment_leave_no_trace(tmp_path: Path, tiny_model: Path) -> None:
     write_recipe(tmp_path, tiny_model)
     command = ("train", "recipe.yaml", *STEPS, *VALIDATION, "validation.every=1", "checkpoint.every=2")
@@ -122,8 +145,10 @@ def test_interrupts_at_any_moment_leave_no_trace(tmp_path: Path, tiny_model: Pat
 def test_interrupt_before_the_first_step_leaves_nothing_to_resume_but_a_way_to_start(
     tmp_path: Path, tiny_model: Path
 ) -> None:
-    run = Watched(tmp_path, tiny_model)
-    finished = run.interrupt(lambda run: (run.path / "logs" / "main.log").exists())
+    run = Watched(tmp_path, tiny_model, hangs_after=0)
+    run.process.wait_until((run.path / "logs" / "main.log").exists)
+    run.process.send(signal.SIGINT)
+    finished = run.process.wait()
     assert finished.code == 0
     assert "the same command again (stopped after step 0 of 3)" in finished.stdout
     assert not list((run.path / "checkpoints").iterdir())
@@ -131,8 +156,8 @@ def test_interrupt_before_the_first_step_leaves_nothing_to_resume_but_a_way_to_s
 
 @pytest.mark.slow
 def test_interrupting_a_run_in_a_new_folder_says_how_to_go_on_in_it(tmp_path: Path, tiny_model: Path) -> None:
-    run = Watched(tmp_path, tiny_model, "checkpoint.resume=never", seconds=0.02)
-    finished = run.interrupt(is_rolling_out_step_3)
+    run = Watched(tmp_path, tiny_model, "checkpoint.resume=never", hangs_after=CALLS_BEFORE_STEP_3 + 2)
+    finished = run.interrupt_at(CALLS_BEFORE_STEP_3 + 2)
     [line] = [line for line in finished.stdout.splitlines() if line.startswith("resume")]
     change = line.split(" with ")[1].split(" (")[0].split()
     assert corral(tmp_path, *run.command, *change, "--resume-anyway").code == 0
@@ -141,12 +166,11 @@ def test_interrupting_a_run_in_a_new_folder_says_how_to_go_on_in_it(tmp_path: Pa
 
 @BOTH
 def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path, tiny_model: Path, number: signal.Signals) -> None:
-    run = Watched(tmp_path, tiny_model, "batch.ppo_epochs=100000", "checkpoint.every=1")
-    run.process.wait_until(lambda: run.num_calls() >= CALLS_PER_STEP)
-    time.sleep(0.3)  # to train, for a very long time
-    run.process.send(number)
-    time.sleep(0.3)
-    assert run.process.is_running()
+    (tmp_path / "go").touch()
+    before = partial(hold_updates, step=1)
+    run = Watched(tmp_path, tiny_model, "batch.ppo_epochs=100000", "checkpoint.every=1", before=before)
+    run.interrupt_update(number)
+    assert run.process.is_running()  # and trains, for a very long time
     run.process.send(number)
     finished = run.process.wait(timeout_s=10)
     assert finished.code == 130
@@ -156,8 +180,10 @@ def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path, tiny_model: Pat
 
 
 def test_an_interrupt_does_not_wait_for_a_reward_that_hangs(tmp_path: Path, tiny_model: Path) -> None:
-    run = Watched(tmp_path, tiny_model, "environment.reward.timeout_s=600", seconds=600)
+    run = Watched(tmp_path, tiny_model, hangs_after=-CALLS_BEFORE_TRAINING)
     started = time.monotonic()
-    finished = run.interrupt(lambda run: run.calls.exists())
+    run.process.wait_until(run.calls.exists)
+    run.process.send(signal.SIGINT)
+    finished = run.process.wait()
     assert finished.code == 0
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < within(20)

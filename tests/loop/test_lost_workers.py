@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from commands import Command, start_corral
+from deadlines import within
 from runs import steps_of, write_recipe
 
 from corral.child_process import read_stat
@@ -118,7 +119,7 @@ def test_a_rollout_worker_that_hangs_is_reported_and_replaced(tmp_path: Path, ti
     pid = run.signal_worker("rollout", signal.SIGSTOP)
     stopped = time.monotonic()
     run.command.wait_until(lambda: "has not answered for 30 s" in " ".join(run.output.split()))
-    assert 28 < time.monotonic() - stopped < 45
+    assert 28 < time.monotonic() - stopped < within(45)
     output = run.finish()
     assert "device 0 on" in output
     assert "has not answered for 30 s; it is in rollout." in output
@@ -129,6 +130,7 @@ def test_a_rollout_worker_that_hangs_is_reported_and_replaced(tmp_path: Path, ti
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.core
 def test_a_trainer_that_hangs_costs_the_steps_since_the_last_checkpoint(tmp_path: Path, tiny_model: Path) -> None:
     run = LocalRun(tmp_path, tiny_model, "cluster.worker_timeout_s=5")
     pid = run.signal_worker("actor", signal.SIGSTOP)
@@ -140,6 +142,7 @@ def test_a_trainer_that_hangs_costs_the_steps_since_the_last_checkpoint(tmp_path
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.core
 def test_a_trainer_that_dies_while_nobody_asks_it_is_noticed_at_once(tmp_path: Path, tiny_model: Path) -> None:
     """During a rollout of a minute, for the end of which the trainer waits."""
     run = LocalRun(tmp_path, tiny_model, "environment.reward.options.seconds=3")
@@ -153,7 +156,7 @@ def test_a_trainer_that_dies_while_nobody_asks_it_is_noticed_at_once(tmp_path: P
     assert run.num_steps == 0
     run.command.send(signal.SIGTERM)
     run.command.wait()
-    assert noticed_s < 8, run.output
+    assert noticed_s < within(8), run.output
 
 
 @pytest.mark.usefixtures("real_workers")
@@ -207,7 +210,7 @@ def test_a_service_whose_node_agent_died_is_started_again(tmp_path: Path, tiny_m
     run = LocalRun(tmp_path, tiny_model, services, "schedule.steps=600")
 
     def service() -> int | None:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=within(5)) as connection:
             connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
             return int(connection.makefile("rb").read().split(b"\r\n\r\n")[1])
         return None
@@ -239,7 +242,7 @@ def test_without_rays_head_process_the_run_is_saved_and_ends_with_one_line(tmp_p
     assert f"all {run.num_steps} steps are saved" in error
     assert "Traceback" not in finished.stderr
     assert problem_with(step_folder(run.path / "checkpoints", run.num_steps), hashes=True) is None
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + within(20)
     while time.monotonic() < deadline and any("ray::DeviceProcess" in title_of(pid) for pid in workers):
         time.sleep(0.5)
     assert not any("ray::DeviceProcess" in title_of(pid) for pid in workers)
@@ -267,7 +270,8 @@ def test_the_end_of_rays_process_on_the_controllers_node_is_printed_at_once(tmp_
     os.kill(raylet, signal.SIGKILL)
     killed_at = time.monotonic()
     run.command.wait_until(lambda: f"error: Ray's process on this node (raylet, {raylet}) has ended" in run.output)
-    assert time.monotonic() - killed_at < 5  # Ray itself takes longer, and a call of Ray's in the meantime ends the run
+    # Ray itself takes longer, and a call of Ray's in the meantime ends the run.
+    assert time.monotonic() - killed_at < within(5)
     assert run.command.wait(60).code == 1, run.output
 
 
@@ -307,7 +311,7 @@ def test_nothing_is_left_after_any_end(tmp_path: Path, tiny_model: Path, end: st
             memory = [path.name for path in Path("/dev/shm").iterdir() if any(f"_{pid}_" in path.name for pid in own)]
             return [*(f"{pid} {title_of(pid)}" for pid in same if title_of(pid)), *files, *memory]
 
-        deadline = time.monotonic() + 150  # Ray's own helpers wait for the head, if the controller was killed
+        deadline = time.monotonic() + within(150)  # Ray's own helpers wait for the head, if the controller was killed
         while left() and time.monotonic() < deadline:
             time.sleep(0.5)
         assert left() == []

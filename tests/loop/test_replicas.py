@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from cluster_runs import ClusterRun
 from commands import start_corral
+from deadlines import within
 from hosts import Lab
 from runs import rows_of, same_outcome, write_recipe
 
@@ -36,7 +37,7 @@ EVERY = (
     "batch.ppo_epochs=2",
     "checkpoint.every=1000",
     "logging.trajectories=true",
-    "cluster.call_timeout_s=300",
+    f"cluster.call_timeout_s={within(300)}",
     "train.threads=1",
 )
 """Four updates in each step, and one checkpoint, at the end."""

@@ -14,6 +14,7 @@ from runs import VALIDATION, rows_of, same_outcome, train_here, write_recipe
 
 from corral.observe.trajectory_store import read_trajectories
 from corral.recipe.errors import UserError
+from corral.training.tensor_files import DeferredWrites
 
 GRPO = (*VALIDATION, "validation.every=2", "validation.temperature=1.0", "validation.samples_per_prompt=2")
 PPO = (
@@ -41,6 +42,7 @@ def checkpoints(run: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.deadline("a process is killed at random moments")
 @pytest.mark.parametrize(("overrides", "num_kills"), [(GRPO, 7), (PPO, 5)], ids=["grpo", "ppo"])
 def test_kills_leave_no_trace(tmp_path: Path, tiny_model: Path, overrides: tuple[str, ...], num_kills: int) -> None:
     write_recipe(tmp_path, tiny_model)
@@ -66,13 +68,25 @@ def num_rows(run: Path) -> int:
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
+def hang_in_third_checkpoint() -> None:
+    write = DeferredWrites.write
+
+    def held(self: DeferredWrites) -> None:
+        self.wait_for_copies()
+        if any("step_000003" in str(file) for file in self.copies):
+            time.sleep(600)
+        write(self)
+
+    DeferredWrites.write = held  # type: ignore[method-assign]
+
+
 @pytest.mark.slow
 def test_kill_in_the_middle_of_a_checkpoint_leaves_the_one_before(tmp_path: Path, tiny_model: Path) -> None:
     write_recipe(tmp_path, tiny_model)
     command = ("train", "recipe.yaml", *EVERY_STEP)
     corral(tmp_path, *command, "name=whole")
     run = tmp_path / "runs" / "killed"
-    process = start_corral(tmp_path, *command, "name=killed")
+    process = start_corral(tmp_path, *command, "name=killed", before=hang_in_third_checkpoint)
     process.wait_until(lambda: (run / "checkpoints" / ".step_000003.part").exists())
     process.send(signal.SIGKILL)
     assert process.wait().code == -signal.SIGKILL

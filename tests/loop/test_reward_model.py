@@ -90,7 +90,7 @@ def test_its_score_is_one_of_several_rewards_with_weight_and_name(
     [
         (),
         pytest.param(
-            ("cluster.devices_per_node=2", "cluster.start_timeout_s=120"),
+            ("cluster.devices_per_node=2",),
             marks=(pytest.mark.slow, pytest.mark.xdist_group("ray")),
             id="on Ray",
         ),
@@ -265,7 +265,7 @@ def check_processes(tmp_path: Path, tiny_model: Path, vowels: Path, *there_only:
         rows_of(train_here(tmp_path, tiny_model, *recipe, f"name={name}", *overrides))
         for name, overrides in {
             "alone": (),
-            "there": (*there_only, "cluster.start_timeout_s=120"),
+            "there": there_only,
         }.items()
     )
     assert len(alone) == len(there) == 5

@@ -275,6 +275,7 @@ def test_an_evaluation_in_which_everything_fails_ends_with_code_1(tmp_path: Path
     assert finished.stdout.count("warning: a sample failed: NameError") == 1
 
 
+@pytest.mark.core
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_it_is_the_same_on_ray_workers(tmp_path: Path, tiny_model: Path) -> None:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from deadlines import within
 from runs import VALIDATION, rows_of, train_here
 from test_validation import SEVERAL
 from transformers import AutoModelForCausalLM
@@ -183,7 +184,7 @@ def hold_writing(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     may_write, write = threading.Event(), DeferredWrites.write
 
     def held(self: DeferredWrites) -> None:
-        assert may_write.wait(60), "nobody has let the checkpoint be written"
+        assert may_write.wait(within(60)), "nobody has let the checkpoint be written"
         write(self)
 
     monkeypatch.setattr(DeferredWrites, "write", held)

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tiny import CHARACTERS, TEMPLATE, tiny_tokenizer
 
 from corral.observe.ledger import Ledger
 from corral.observe.trajectory_store import read_trajectories
+from corral.runtime.model_workers import ActorWorker
 
 RECIPE = """\
 name: sft
@@ -130,13 +132,25 @@ def test_other_aggregations_weigh_rows_instead_of_tokens(recipe: Path) -> None:
     assert by_row[0]["policy/loss"] == pytest.approx(np.mean(losses(alone)), abs=1e-5)
 
 
+def hang_after_step_6() -> None:
+    """Once its checkpoint is there."""
+    accumulate = ActorWorker.accumulate
+
+    def held(self: ActorWorker, *arguments: Any) -> Any:
+        while Path("runs/sft/checkpoints/step_000006").is_dir():
+            time.sleep(1)
+        return accumulate(self, *arguments)
+
+    ActorWorker.accumulate = held  # type: ignore[method-assign]
+
+
 @pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(recipe: Path) -> None:
     changes = ("checkpoint.every=3", "batch.updates_per_step=2", "optimizer.warmup_steps=9", "schedule.epochs=1.5")
     changes += ("~schedule.steps",)  # 30 rows of which 4 make a step: 12 steps, in two epochs
     expected = train_sft(recipe, *changes, "name=whole")
-    run = start_corral(recipe.parent, "sft", str(recipe), *changes)
-    run.wait_until(lambda: (recipe.parent / "runs" / "sft" / "checkpoints" / "step_000006").is_dir())
+    run = start_corral(recipe.parent, "sft", str(recipe), *changes, before=hang_after_step_6)
+    run.wait_until((recipe.parent / "runs" / "sft" / "checkpoints" / "step_000006").is_dir)
     run.send(signal.SIGKILL)
     assert run.wait().code == -signal.SIGKILL
     assert train_sft(recipe, *changes) == expected
@@ -152,7 +166,7 @@ def test_two_processes_compute_the_loss_of_one(recipe: Path) -> None:
     """Parameters sharded, rows split: FSDP over gloo, started by Ray on this machine."""
     validation = (f"data.validation.path={recipe.parent}/rows.jsonl", "validation.max_prompts=5", "schedule.steps=4")
     here = train_sft(recipe, *validation)
-    there = train_sft(recipe, *validation, "name=there", "cluster.devices_per_node=2", "cluster.start_timeout_s=120")
+    there = train_sft(recipe, *validation, "name=there", "cluster.devices_per_node=2")
     for name in ("policy/loss", "policy/gradient_norm", "validation/loss"):
         own, other = ([row[name] for row in rows if name in row] for rows in (here, there))
         assert len(own) == (2 if name.startswith("validation") else 4)

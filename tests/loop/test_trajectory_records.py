@@ -1,6 +1,7 @@
 """What is written down of trajectories: texts of tokens, turns, branches, why they were left out, and the numbers that
 training used."""
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from deadlines import within
 from hypothesis import given
 from hypothesis import strategies as st
 from runs import train_here
@@ -200,12 +202,20 @@ def background_writer(folder: Path) -> BackgroundWriter:
 
 
 def test_a_write_that_is_slow_stops_nobody_but_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_writes(monkeypatch)
+    permits, write = threading.Semaphore(0), TrajectoryWriter.write
+
+    def held(*arguments: Any) -> Path:
+        assert permits.acquire(timeout=within(10)), "nobody has let it be written"
+        return write(*arguments)
+
+    monkeypatch.setattr(TrajectoryWriter, "write", held)
     with background_writer(tmp_path) as writer:
         writer.write(StepTrajectories(1, []))
         assert not any(tmp_path.iterdir())
+        threading.Timer(0.1, permits.release).start()
         writer.write(StepTrajectories(2, []))
         assert [path.name for path in tmp_path.iterdir()] == ["step_000001.parquet"]
+        permits.release()
     assert TrajectoryStore(tmp_path).parts() == [(1, ""), (2, "")]
 
 

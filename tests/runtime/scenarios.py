@@ -15,6 +15,7 @@ import numpy as np
 import ray
 import torch
 import torch.distributed as dist
+from deadlines import within
 
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.placement import Placement, devices_of_services, parse_placement
@@ -91,7 +92,7 @@ def build_fake(role: str, context: WorkerContext, recipe: Recipe, resume_from: P
 
 
 def recipe_with(**cluster: Any) -> Recipe:
-    written = {"start_timeout_s": 60, "call_timeout_s": 60, "node_timeout_s": 5, **cluster}
+    written = {"start_timeout_s": within(60), "call_timeout_s": within(60), "node_timeout_s": 5, **cluster}
     return Recipe.model_validate(
         {"name": "fake", "model": {"path": "none"}, "data": {"train": {"path": "none"}}, "cluster": written}
     )
@@ -134,30 +135,33 @@ async def message_of(work: Any) -> str:
     return "nothing was raised"
 
 
-async def workers_while(work: Any, logs: Path, call: str) -> list[dict[str, Any]]:
-    """What the file says that the workers do, once one of them is in this call."""
+async def workers_while(work: Any, logs: Path, device: int, call: str) -> list[dict[str, Any]]:
+    """What the file says that the workers do, once that of this device is in this call."""
     task = asyncio.ensure_future(work)
     try:
-        for _ in range(300):
-            await asyncio.sleep(0.1)
-            with suppress(FileNotFoundError):
-                workers = json.loads((logs / "workers.json").read_text())["workers"]
-                if call in [one["call"] for one in workers]:
-                    return workers
-        raise AssertionError(workers)
+        return await workers_at(logs, device, call)
     finally:
         task.cancel()
+
+
+async def workers_at(logs: Path, device: int, call: str) -> list[dict[str, Any]]:
+    async with asyncio.timeout(within(30)):
+        while True:
+            await asyncio.sleep(0.1)
+            with suppress(FileNotFoundError):
+                workers: list[dict[str, Any]] = json.loads((logs / "workers.json").read_text())["workers"]
+                if (device, call) in [(one["device"], one["call"]) for one in workers]:
+                    return workers
 
 
 def calls_kept_by_ray() -> list[str]:
     """Names of the calls that Ray's head keeps, once it has one that was made after all others."""
     ray.get(ray.remote(num_cpus=0)(lambda: None).options(name="the last call").remote())
     kept: list[str] = []
-    for _ in range(100):
+    deadline = time.monotonic() + within(10)
+    while "the last call" not in kept and time.monotonic() < deadline:
         time.sleep(0.1)
         kept = [event.task_info.name for event in ray._private.state.state._get_all_task_events()]
-        if "the last call" in kept:
-            break
     return kept
 
 
@@ -186,7 +190,7 @@ async def colocated(logs: str) -> dict[str, Any]:
             "shared": await actor.all(FakeRole.total, array),
             "all_reduce": await actor.all(FakeRole.all_reduce),
             "interfaces": await actor.all(FakeRole.interface),
-            "workers": await workers_while(actor.one(3, FakeRole.hang), Path(logs), "actor.hang"),
+            "workers": await workers_while(actor.one(3, FakeRole.hang), Path(logs), 3, "actor.hang"),
             "late": await message_of(actor.one(3, FakeRole.hang, timeout_s=0.5)),
             "late_user_error": await message_of(actor.one(1, FakeRole.fail, "user")),
             "late_run_error": await message_of(actor.one(1, FakeRole.fail, "run")),
@@ -203,10 +207,10 @@ async def relayed(logs: str) -> dict[str, Any]:
     """Calls that go through a relay on each node, as in a run with many workers."""
     relayed_from, ray_group.RELAYED_FROM = ray_group.RELAYED_FROM, 2
     layout = {"nodes": 2, "devices_per_node": 2, "placement": {"actor": "0-1", "rollout": "2-3"}}
-    async with running(logs, call_timeout_s=30, **layout) as runtime:
+    async with running(logs, call_timeout_s=within(30), **layout) as runtime:
         actor, rollout = runtime.groups["actor"], runtime.groups["rollout"]
         workers: RayGroup[FakeRole] = RayGroup(
-            "rollout", [runtime.devices[3], runtime.devices[2]], runtime.nodes, 30, 5
+            "rollout", [runtime.devices[3], runtime.devices[2]], runtime.nodes, within(30), 5
         )
         seen: dict[str, Any] = {
             "each": await rollout.each(FakeRole.echo, [("a",), ("b",)]),
@@ -220,14 +224,14 @@ async def relayed(logs: str) -> dict[str, Any]:
         }
         rollout.timeout_s = 1.0
         seen["late"] = await message_of(rollout.all(FakeRole.hang))
-        rollout.timeout_s = 30.0
+        rollout.timeout_s = within(30)
         seen["killed"] = await lost_of(rollout.each(FakeRole.end_or_echo, [("SIGKILL",), ("",)]))
         await runtime.replace(2)
         await runtime.build("rollout", runtime.recipe, None, ranks=[0])
         seen["after"] = await rollout.all(FakeRole.echo, 2)
-        began = time.monotonic()
         hanging = asyncio.ensure_future(rollout.all(FakeRole.hang))
-        await asyncio.sleep(1)
+        await workers_at(Path(logs), 2, "rollout.hang")
+        began = time.monotonic()
         ray.kill(runtime.nodes[1].relay, no_restart=False)
         seen["relay_ends"] = await lost_of(hanging)
         seen["relay_ends_s"] = time.monotonic() - began
@@ -368,10 +372,9 @@ async def host_killed(logs: str, ready: str, address: str) -> dict[str, Any]:
         async def compute() -> None:
             while True:
                 await actor.all(FakeRole.all_reduce)
+                Path(ready).touch()
 
-        working = asyncio.ensure_future(lost_of(compute()))
-        Path(ready).touch()
-        seen: dict[str, Any] = {"lost": await working}
+        seen: dict[str, Any] = {"lost": await lost_of(compute())}
         began = time.monotonic()
     seen["closed_s"] = time.monotonic() - began
     seen["again"] = await message_of(runtime_of(logs, [], **common))

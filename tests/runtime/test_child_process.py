@@ -5,9 +5,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from deadlines import within
 
 from corral import child_process
 
@@ -19,7 +21,7 @@ def begin(folder: Path, program: str) -> "subprocess.Popen[str]":
 
 def run(folder: Path, program: str) -> int | None:
     """The exit code as it was written down."""
-    begin(folder, f"import os, signal, sys; {program}").communicate(timeout=30)
+    begin(folder, f"import os, signal, sys; {program}").communicate(timeout=within(30))
     return child_process.read_exit(folder, "worker")
 
 
@@ -40,7 +42,7 @@ def test_a_signal_is_passed_on_and_the_outcome_still_known(tmp_path: Path) -> No
     assert process.stdout is not None
     process.stdout.readline()
     process.terminate()
-    process.wait(timeout=30)
+    process.wait(timeout=within(30))
     assert child_process.read_exit(tmp_path, "worker") == -signal.SIGTERM
 
 
@@ -49,7 +51,7 @@ def test_the_outcome_is_known_where_the_whole_process_group_is_killed(tmp_path: 
     assert process.stdout is not None
     process.stdout.readline()
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait(timeout=30)
+    process.wait(timeout=within(30))
     assert child_process.read_exit(tmp_path, "worker") == -signal.SIGKILL
 
 
@@ -58,13 +60,17 @@ def test_the_worker_ends_with_its_parent(tmp_path: Path) -> None:
     assert process.stdout is not None
     pid = int(process.stdout.readline())
     process.kill()
-    process.wait(timeout=30)
+    process.wait(timeout=within(30))
     until_ended(pid)
 
 
 def until_ended(pid: int) -> None:
-    deadline = time.monotonic() + 10
-    while is_running(pid):
+    until(lambda: not is_running(pid))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + within(10)
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -88,7 +94,7 @@ def test_a_group_is_terminated_with_what_the_child_has_started(tmp_path: Path) -
     process = child_process.start_child([sys.executable, "-c", program], stdout=subprocess.PIPE)
     assert process.stdout is not None
     grandchild = int(process.stdout.readline())
-    assert child_process.terminate_group(process, grace_s=10) in (0, -signal.SIGTERM)
+    assert child_process.terminate_group(process, grace_s=within(10)) in (0, -signal.SIGTERM)
     until_ended(grandchild)
 
 
@@ -113,7 +119,7 @@ def test_a_child_dies_with_its_parent(kind: str) -> None:
     assert process.stdout is not None
     pid = int(process.stdout.readline())
     process.kill()
-    process.wait(timeout=30)
+    process.wait(timeout=within(30))
     until_ended(pid)
 
 
@@ -123,7 +129,7 @@ def test_the_state_of_a_process_is_that_of_the_kernel_whatever_its_name(tmp_path
     process = subprocess.Popen([program, "60"])
     found = child_process.read_stat(process.pid)
     process.kill()
-    assert process.wait(30) == -signal.SIGKILL
+    assert process.wait(within(30)) == -signal.SIGKILL
     assert found is not None
     assert (found.name, found.parent) == (program.name, os.getpid())
     assert child_process.read_stat(process.pid) is None
@@ -156,10 +162,7 @@ def test_a_folder_goes_when_the_last_process_that_holds_it_was_killed(tmp_path: 
     assert (folder / "file").exists()
     holders[1].kill()
     holders[1].wait()
-    deadline = time.monotonic() + 10
-    while folder.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not folder.exists())
 
 
 def test_a_released_folder_goes_even_if_an_exit_code_is_written_into_it_meanwhile(tmp_path: Path) -> None:
@@ -175,7 +178,4 @@ def test_a_released_folder_goes_even_if_an_exit_code_is_written_into_it_meanwhil
         "child_process.remove_released_folder(folder)"
     )
     subprocess.run([sys.executable, "-c", program, str(folder)], check=True)
-    deadline = time.monotonic() + 10
-    while folder.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not folder.exists())

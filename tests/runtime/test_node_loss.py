@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deadlines import within
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from hosts import Driver, Lab
 
-pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.xdist_group("node_loss")]
+pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.core, pytest.mark.xdist_group("node_loss")]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def cut(lab: Lab, driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> A
 
 
 def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + within(90)
     while not path.exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -58,7 +59,7 @@ def test_a_node_that_is_cut_off_is_noticed_soon_and_named(cut: Any, lab: Lab) ->
     lost = f"node 2, h2 ({lab.hosts[1].address}), with device 2, was lost"
     assert cut["watch"]["message"] == f"{lost}: it has not answered for 5 s (`cluster.node_timeout_s`)"
     assert cut["watch"]["node"] == lab.hosts[1].address
-    assert cut["noticed_s"] < 15
+    assert cut["noticed_s"] < within(15)
 
 
 def test_calls_to_a_lost_node_fail_instead_of_hanging(cut: Any, lab: Lab) -> None:
@@ -74,7 +75,7 @@ def test_the_other_nodes_go_on(cut: Any) -> None:
 
 
 def test_closing_does_not_wait_for_a_lost_node(cut: Any) -> None:
-    assert cut["closed_s"] < 16
+    assert cut["closed_s"] < within(16)
 
 
 def test_a_run_goes_on_with_the_nodes_that_are_left(cut: Any, driver: Driver, lab: Lab, tmp_path: Path) -> None:
@@ -92,11 +93,10 @@ def test_a_host_that_ends_is_the_cause_even_if_others_fail_first(cut: Any, lab: 
     driver, ready = Driver(lab, 2), tmp_path / "ready"
     driver.begin("scenarios:host_killed", logs=str(tmp_path), ready=str(ready), address=lab.hosts[1].address)
     wait_for(ready)
-    time.sleep(1.0)
     lab.kill(0)
     seen = driver.result()
     assert seen["lost"]["node"] == lab.hosts[0].address
     assert seen["lost"]["message"].startswith("node 0, h1")
-    assert seen["closed_s"] < 16
+    assert seen["closed_s"] < within(16)
     assert "RunError: Ray's head node" in seen["again"]
     assert driver.end() == 0

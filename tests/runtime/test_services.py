@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deadlines import within
 
 from corral.recipe.schema import Service
 from corral.runtime import services as services_module
@@ -53,7 +54,7 @@ def port() -> int:
 def start(tmp_path: Path, port: int) -> Iterator[Start]:
     started: list[Services] = []
 
-    def start(command: list[str] | None = None, timeout_s: float = 20.0) -> Services:
+    def start(command: list[str] | None = None, timeout_s: float = within(20)) -> Services:
         command = [sys.executable, "-c", SERVER, str(port)] if command is None else command
         service = Service(command=command, port=port, start_timeout_s=timeout_s)
         started.append(Services({"echo": service}, tmp_path))
@@ -66,7 +67,7 @@ def start(tmp_path: Path, port: int) -> Iterator[Start]:
 
 def pid_of(port: int) -> int:
     """Of who answers."""
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=within(5)) as connection:
         connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
         return int(connection.makefile("rb").read().split(b"\r\n\r\n")[1])
 
@@ -80,7 +81,7 @@ def is_alive(pid: int) -> bool:
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + within(timeout_s)
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -171,12 +172,12 @@ services.close()
     assert second.stdout.readline() == "[]\n"
     assert pid_of(port) != pid
     assert not is_alive(pid)
-    second.communicate("end\n", timeout=30)
+    second.communicate("end\n", timeout=within(30))
 
 
 def test_a_record_that_a_full_disk_left_empty_is_none(port: int, tmp_path: Path) -> None:
     (tmp_path / "service-echo.pid").touch()
-    service = Service(command=[sys.executable, "-c", SERVER, str(port)], port=port, start_timeout_s=20.0)
+    service = Service(command=[sys.executable, "-c", SERVER, str(port)], port=port, start_timeout_s=within(20))
     services = Services({"echo": service}, tmp_path, records=tmp_path)
     assert services.wait() == []
     services.close()
@@ -186,9 +187,13 @@ def test_a_record_that_a_full_disk_left_empty_is_none(port: int, tmp_path: Path)
 @pytest.mark.parametrize(
     ("command", "timeout_s", "expected"),
     [
-        ([sys.executable, "-c", "print('no index here'); raise SystemExit(3)"], 20.0, "exit code 3; the last lines of"),
+        (
+            [sys.executable, "-c", "print('no index here'); raise SystemExit(3)"],
+            within(20),
+            "exit code 3; the last lines of",
+        ),
         ([sys.executable, "-c", "import time; time.sleep(60)"], 0.5, "was not ready at http://127.0.0.1:"),
-        (["no-such-program-anywhere"], 20.0, "exit code 1; the last lines of"),
+        (["no-such-program-anywhere"], within(20), "exit code 1; the last lines of"),
     ],
 )
 def test_what_a_service_lacks_is_said(start: Start, command: list[str], timeout_s: float, expected: str) -> None:

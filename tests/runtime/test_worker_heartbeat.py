@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from deadlines import within
 
-from corral.runtime.worker_heartbeat import HeartbeatReader, WorkerState
+from corral.child_process import read_stat
+from corral.runtime.worker_heartbeat import COUNT, HEARTBEAT_S, TICKS_PER_S, HeartbeatReader
 
 WORKER = """
 import ctypes, sys, time
 from pathlib import Path
+from corral.child_process import read_stat
 from corral.runtime.worker_heartbeat import WorkerHeartbeat
 heartbeat = WorkerHeartbeat(Path(sys.argv[1]))
 with heartbeat.during("rollout.collect", computes=False), heartbeat.during("actor.step", computes=True):
@@ -47,52 +50,101 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.wait()
 
 
-def look(reader: HeartbeatReader, seconds: float) -> list[WorkerState]:
-    """What is seen of the only worker, five times a second."""
-    states = []
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        time.sleep(0.2)
-        states += reader.look()
-    return states
+class Clock:
+    """Of a reader: it goes on when a test says so."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def silence(reader: HeartbeatReader, clock: Clock, seconds: float = 1.0) -> float:
+    """Of the only worker, as it is seen so many seconds after the last look."""
+    clock.now_s += seconds
+    [state] = reader.look()
+    return state.silent_s
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + within(30)
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def count_of(folder: Path) -> int:
+    """How often the worker's heart has beaten."""
+    [file] = folder.glob("heartbeat-*")
+    return int(COUNT.unpack_from(file.read_bytes())[0])
+
+
+def next_beat(folder: Path) -> None:
+    before = count_of(folder)
+    until(lambda: count_of(folder) > before)
+
+
+def stop(process: "subprocess.Popen[str]") -> None:
+    """Returns when no thread of it runs."""
+    process.send_signal(signal.SIGSTOP)
+    threads = [int(thread.name) for thread in Path(f"/proc/{process.pid}/task").iterdir()]
+    until(lambda: {stat.state for thread in threads if (stat := read_stat(process.pid, thread))} == {"T"})
 
 
 def test_a_worker_that_waits_is_not_silent(start: Start, tmp_path: Path) -> None:
-    process = start("time.sleep(600)")
-    states = look(HeartbeatReader(tmp_path), 2.5)
-    assert {(state.pid, state.is_alive, state.call) for state in states} == {(process.pid, True, "actor.step")}
-    assert abs(states[-1].since - time.time()) < 60
-    assert max(state.silent_s for state in states) < 2
+    process, clock = start("time.sleep(600)"), Clock()
+    reader = HeartbeatReader(tmp_path, clock)
+    [state] = reader.look()
+    assert (state.pid, state.is_alive, state.call) == (process.pid, True, "actor.step")
+    assert abs(state.since - time.time()) < within(60)
+    for _ in range(2):
+        next_beat(tmp_path)
+        assert silence(reader, clock) == 0
 
 
-@pytest.mark.slow
 def test_a_worker_that_is_stopped_is_silent_until_it_goes_on(start: Start, tmp_path: Path) -> None:
-    process, reader = start("time.sleep(600)"), HeartbeatReader(tmp_path)
-    look(reader, 1)
-    process.send_signal(signal.SIGSTOP)
-    assert 2 < look(reader, 3)[-1].silent_s < 4
+    process, clock = start("time.sleep(600)"), Clock()
+    reader = HeartbeatReader(tmp_path, clock)
+    stop(process)
+    reader.look()
+    assert [silence(reader, clock) for _ in range(3)] == [1, 2, 3]
     process.send_signal(signal.SIGCONT)
-    assert look(reader, 1.5)[-1].silent_s < 2
+    next_beat(tmp_path)
+    assert silence(reader, clock) == 0
 
 
 @pytest.mark.slow
 def test_native_code_that_computes_and_holds_the_interpreters_lock_is_not_silent(start: Start, tmp_path: Path) -> None:
-    """One call of C that runs longer than anybody would wait."""
-    start("sum(range(10**12))")
-    assert max(state.silent_s for state in look(HeartbeatReader(tmp_path), 5)) < 2
+    """One call of C that runs longer than anybody would wait. In more than a second of it no heart beats."""
+    process, clock = start("sum(range(10**12))"), Clock()
+    reader = HeartbeatReader(tmp_path, clock)
+
+    def cpu_ticks() -> int:
+        stat = read_stat(process.pid)
+        assert stat is not None
+        return stat.cpu_ticks
+
+    counts = []
+    for _ in range(8):
+        before = cpu_ticks()
+        until(lambda before=before: cpu_ticks() > before + 0.2 * TICKS_PER_S)
+        assert silence(reader, clock) == 0
+        counts.append(count_of(tmp_path))
+    assert len(set(counts[1:])) == 1
 
 
 @pytest.mark.slow
 def test_native_code_that_waits_for_ever_with_the_interpreters_lock_is_silent(start: Start, tmp_path: Path) -> None:
     start("ctypes.PyDLL(None).sleep(600)")
-    assert look(HeartbeatReader(tmp_path), 4)[-1].silent_s > 2
+    reader = HeartbeatReader(tmp_path)
+    until(lambda: reader.look()[0].silent_s > 2)
 
 
 def test_a_worker_that_has_ended_is_known_at_once(start: Start, tmp_path: Path) -> None:
     process, reader = start("time.sleep(600)"), HeartbeatReader(tmp_path)
     assert reader.look()[0].is_alive
     process.kill()
-    assert not look(reader, 0.5)[-1].is_alive
+    until(lambda: not reader.look()[0].is_alive)  # before anybody has asked how it ended
     process.wait()
     assert not reader.look()[0].is_alive
 
@@ -103,7 +155,7 @@ def test_a_stopped_worker_can_be_killed_and_no_other_process(start: Start, tmp_p
     process.send_signal(signal.SIGSTOP)
     reader.kill(other.pid)
     reader.kill(process.pid)
-    assert process.wait(10) == -signal.SIGKILL
+    assert process.wait(within(10)) == -signal.SIGKILL
     assert other.poll() is None
     other.kill()
     other.wait()
@@ -121,10 +173,9 @@ def test_a_process_that_only_has_the_id_of_a_worker_is_not_taken_for_it(tmp_path
     other.wait()
 
 
-@pytest.mark.slow
 def test_seconds_in_which_nobody_looked_are_nobodys_silence(start: Start, tmp_path: Path) -> None:
-    process, reader = start("time.sleep(600)"), HeartbeatReader(tmp_path)
-    look(reader, 0.5)
-    process.send_signal(signal.SIGSTOP)
-    time.sleep(5)
-    assert reader.look()[0].silent_s < 3
+    process, clock = start("time.sleep(600)"), Clock()
+    reader = HeartbeatReader(tmp_path, clock)
+    stop(process)
+    reader.look()
+    assert silence(reader, clock, seconds=60) == 2 * HEARTBEAT_S
