@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from commands import corral as command_line
+from deadlines import within
 from response_length import length
 from runs import write_recipe
 
@@ -186,7 +187,7 @@ def test_ctrl_c_in_a_notebook_asks_and_the_next_one_ends_it_at_once(can_ask: boo
             raise KeyboardInterrupt
 
     def press() -> None:
-        begun.wait(10)
+        begun.wait(within(10))
         while not left.wait(0.3):
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -202,7 +203,7 @@ def test_ctrl_c_in_a_notebook_asks_and_the_next_one_ends_it_at_once(can_ask: boo
         left.set()
         keys.join()
         signal.signal(signal.SIGINT, before)
-    assert ended.wait(10)
+    assert ended.wait(within(10))
     assert asked.is_set() == can_ask
 
 
@@ -226,7 +227,7 @@ def test_a_program_of_its_own_defines_everything_in_one_file(tmp_path: Path, tin
         """)
     )
     result = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=within(120), check=False
     )
     assert result.stdout.split() == ["2"], result.stderr
 
