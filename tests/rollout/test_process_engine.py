@@ -95,6 +95,7 @@ def engine(request: pytest.FixtureRequest, model: tuple[Path, Any]) -> Iterator[
     made.close()
 
 
+@pytest.mark.deadline("weights must come before the engine's process has generated all that it is asked for")
 @pytest.mark.parametrize("check", ENGINE_CONTRACT, ids=lambda check: check.__name__)
 def test_engine_keeps_its_contract(
     engine: ProcessEngine,
@@ -185,6 +186,7 @@ def test_a_tensor_that_did_not_arrive_is_noticed_by_the_probe(engine: ProcessEng
     engine.load(before.items(), 0)
 
 
+@pytest.mark.deadline("the process must be killed before it has generated all that it is asked for")
 def test_a_process_that_is_killed_fails_what_waits_for_it_and_says_how(model: tuple[Path, Any]) -> None:
     engine = start_engine(model, "native")
 

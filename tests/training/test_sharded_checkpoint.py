@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deadlines import within
 from safetensors.torch import save_file
 from sharded_cases import CPU, backward, build_model, deviation, mesh_of, own_packs, policy_of, weights_of
 from team import Team
@@ -243,7 +244,7 @@ def test_an_update_waits_until_the_states_before_it_are_copied(
     may_copy, copy = threading.Event(), HostCopier.copy
 
     def held(self: HostCopier, tensor: torch.Tensor) -> torch.Tensor:
-        assert may_copy.wait(60)
+        assert may_copy.wait(within(60))
         return copy(self, tensor)
 
     monkeypatch.setattr(HostCopier, "copy", held)
@@ -256,7 +257,7 @@ def test_an_update_waits_until_the_states_before_it_are_copied(
     assert stepping.is_alive()
     assert deviation(weights_of(policy), before) == 0
     may_copy.set()
-    stepping.join(60)
+    stepping.join(within(60))
     assert deviation(weights_of(policy), before) > 0
     deferred.write()
     assert contents(tmp_path / "later") == contents(tmp_path / "at once")
