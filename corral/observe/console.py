@@ -134,11 +134,11 @@ class Console(Tracker):
                 self._stop_if_idle()
 
     @contextmanager
-    def signs_of_life(self) -> Iterator[None]:
+    def signs_of_life(self, ended: threading.Event | None = None) -> Iterator[None]:
         """Prints what is being done when nothing was printed for half a minute, for the time of the block: workers may
         take minutes to start, and what hangs prints nothing. On a terminal the progress bar shows it, or a debugger
-        waits there."""
-        ended = threading.Event()
+        waits there. `ended` is set at the end; until then time passes in its `wait`."""
+        ended = ended or threading.Event()
         if not self._is_terminal:
             threading.Thread(target=self._report_silence, args=(ended,), name="signs of life", daemon=True).start()
         try:

@@ -296,8 +296,6 @@ class WorkerPool(ABC, Generic[Job]):
         with self._lock:
             for worker in self._alive:
                 worker.kill()
-        for _ in self._threads:
-            self._jobs.put(None)
         for thread in self._threads:
             thread.join(CLOSE_TIMEOUT_S)
 
@@ -354,11 +352,13 @@ class WorkerPool(ABC, Generic[Job]):
         return worker.end()
 
     def _refuse(self, error: Exception) -> None:
-        """Refuse all jobs that wait and that come, with this error."""
+        """Refuse all jobs that wait and that come, with this error, and end all threads."""
         with self._lock:
             self._unusable = self._unusable or error
             for job in drained(self._jobs):
                 self._fail(job, error)
+            for _ in self._threads:  # again each time: what was put before is drained, too
+                self._jobs.put(None)
             if not self._loaded.done():
                 self._loaded.set_exception(error)
 

@@ -325,9 +325,9 @@ def test_gae_is_fast_on_a_large_batch() -> None:
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     tokens = torch.rand(int(offsets[-1]), generator=torch.Generator().manual_seed(1))
     batch = RewardedBatch(tokens, tokens > 0.2, offsets, torch.arange(512) // 8, values=tokens)
-    start = time.perf_counter()
+    start = time.process_time()
     estimate("gae", batch, gamma=0.99, gae_lambda=0.95)
-    assert time.perf_counter() - start < 2.0  # Takes 0.05 s; the rest is for a busy machine.
+    assert time.process_time() - start < 2  # takes 0.05 s
 
 
 # --- an estimator sees what it declared

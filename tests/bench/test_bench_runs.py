@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from commands import start_corral
+from deadlines import within
 from guides import block
 from typer.testing import CliRunner
 
@@ -86,7 +87,7 @@ def test_a_step_is_measured(tiny_model: Path, tmp_path: Path) -> None:
 def test_the_command_in_the_guide_runs_a_side_in_a_process_of_its_own(tiny_model: Path, tmp_path: Path) -> None:
     [command] = block("bench-smoke").commands
     words = [*shlex.split(command)[1:], "--model", str(tiny_model), "--sides", "corral"]
-    result = start_corral(tmp_path, *words).wait(180)
+    result = start_corral(tmp_path, *words).wait(within(180))
     assert result.code == 0, result.stderr
     assert "| Corral " in result.stdout
     assert (tmp_path / "bench" / "bench_train.md").is_file()

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from deadlines import within
 from forked_pythons import RAY_PYTHON
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -19,7 +20,7 @@ def run(script: str, results: Path, *options: str) -> dict[str, object]:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(BENCHMARKS.parent), RAY_PYTHON])},
         cwd=results,
         check=True,
-        timeout=180,
+        timeout=within(180),
     )
     workloads: dict[str, object] = json.loads((results / script).with_suffix(".json").read_text())["workloads"]
     return workloads

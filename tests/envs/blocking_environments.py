@@ -13,8 +13,7 @@ class Slow:
 
     last_turns = 1
 
-    def __init__(self, wait_s: float = 0.0) -> None:
-        self.wait_s = wait_s
+    def __init__(self) -> None:
         self.said: list[str] = []
 
     def reset(self, row: Row, seed: int) -> list[Message]:
@@ -25,7 +24,6 @@ class Slow:
         return [{"role": "user", "content": f"seed {seed} in {os.getpid()}"}]
 
     def step(self, reply: str) -> StepResult:
-        time.sleep(self.wait_s)
         self.said.append(reply)
         if reply == "hang":
             time.sleep(1000)
@@ -52,6 +50,22 @@ class Slow:
 
     def best_reply(self) -> str | None:
         return "end"
+
+
+class InPairs(Slow):
+    """A step returns when another one has begun: the first with the second, the third with the fourth."""
+
+    def __init__(self, begun: str) -> None:
+        super().__init__()
+        self.begun = begun
+
+    def step(self, reply: str) -> StepResult:
+        with open(self.begun, "ab", buffering=0) as file:  # whose end is the number of those that have begun
+            file.write(b".")
+            number = file.tell()
+        while os.path.getsize(self.begun) < number + number % 2:
+            time.sleep(0.01)
+        return super().step(reply)
 
 
 class Pictured(Slow):

@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from deadlines import within
 from tiny import tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -200,11 +201,14 @@ def asks_for_more(base_url, api_key, row):
     return 0
 
 
-async def two_at_once(base_url, api_key):
+async def two_at_once(base_url, api_key, row):
     import openai
 
     client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
     ask = [client.chat.completions.create(model="any", messages=[{"role": "user", "content": "?"}]) for _ in range(2)]
+    ask = [asyncio.ensure_future(one) for one in ask]
+    await asyncio.wait(ask, return_when=asyncio.FIRST_COMPLETED)
+    open(row.extra["has_answer"], "w").close()
     answers = await asyncio.gather(*ask, return_exceptions=True)
     [refused] = [answer for answer in answers if isinstance(answer, openai.BadRequestError)]
     assert "another request is still being answered" in str(refused)
@@ -217,7 +221,7 @@ def impatient(base_url, api_key):
     body = {"messages": messages}
     try:
         headers = {"Authorization": f"Bearer {api_key}"}
-        httpx.post(f"{base_url}/chat/completions", headers=headers, json=body, timeout=0.2)
+        httpx.post(f"{base_url}/chat/completions", headers=headers, json=body, timeout=httpx.Timeout(30, read=0.2))
     except httpx.ReadTimeout:
         say(base_url, api_key, messages)
     say(base_url, api_key, [*messages, {"role": "user", "content": "Thanks!"}])
@@ -295,7 +299,7 @@ def program(tmp_path: Path) -> list[str]:
     return ["python", str(tmp_path / "agent.py")]
 
 
-def open_envs(timeout_s: float = 20.0, **options: Any) -> EnvSet:
+def open_envs(timeout_s: float = within(20), **options: Any) -> EnvSet:
     environment = Environment(name="agent", options=options, timeout_s=timeout_s)
     return EnvSet({"": environment}, {"": InProcessScorer(Reward(name="exact"))}, Rollout())
 
@@ -313,7 +317,7 @@ async def converse(
 
 
 def play(
-    agents: Path, name: str, replies: list[str], row: Row = ROW, timeout_s: float = 20.0, **options: Any
+    agents: Path, name: str, replies: list[str], row: Row = ROW, timeout_s: float = within(20), **options: Any
 ) -> tuple[list[Message], list[StepResult]]:
     envs = open_envs(timeout_s, agent=f"{agents}:{name}", **options)
     try:
@@ -433,8 +437,8 @@ def test_an_agent_that_fails_is_its_trajectorys_error(
 ) -> None:
     started = time.monotonic()
     with pytest.raises((RuntimeError, TimeoutError), match=expected):
-        play(agents, name, replies, timeout_s=2 if "hangs" in name else 20)
-    assert time.monotonic() - started < 30
+        play(agents, name, replies, timeout_s=2 if "hangs" in name else within(20))
+    assert time.monotonic() - started < within(30)
 
 
 @pytest.mark.parametrize(
@@ -476,10 +480,15 @@ def test_what_is_ignored_on_purpose_is_not_refused(agents: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_agent_asks_one_thing_at_a_time(agents: Path) -> None:
+def test_an_agent_asks_one_thing_at_a_time(agents: Path, tmp_path: Path) -> None:
+    async def one_is_refused() -> None:
+        while not (tmp_path / "has_answer").exists():
+            await asyncio.sleep(0.01)
+
     envs = open_envs(agent=f"{agents}:two_at_once")
-    env: Any = envs.factory_for(ROW).make()
-    _, [result] = asyncio.run(converse(env, ["yes"], after_reset=lambda: asyncio.sleep(0.5)))
+    row = Row(ROW.prompt, "5", "", {"has_answer": str(tmp_path / "has_answer")})
+    env: Any = envs.factory_for(row).make()
+    _, [result] = asyncio.run(converse(env, ["yes"], row, after_reset=one_is_refused))
     envs.close()
     assert result.reward == 1.0
 
@@ -587,7 +596,7 @@ def test_what_is_no_http_gets_no_answer(endpoint: tuple[str, dict[str, str]]) ->
     async def send(data: bytes) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(data)
-        answer = await asyncio.wait_for(reader.read(), 5)
+        answer = await asyncio.wait_for(reader.read(), within(5))
         writer.close()
         return answer
 
@@ -614,7 +623,7 @@ def test_a_key_is_worth_nothing_once_its_trajectory_is_over(agents: Path) -> Non
 # Programs.
 
 
-def run_program(program: list[str], reply: str, row: Row = ROW, timeout_s: float = 20.0) -> list[StepResult]:
+def run_program(program: list[str], reply: str, row: Row = ROW, timeout_s: float = within(20)) -> list[StepResult]:
     envs = open_envs(timeout_s, command=program)
     try:
         opening, results = asyncio.run(converse(envs.factory_for(row).make(), [reply], row))  # type: ignore[arg-type]
@@ -643,6 +652,7 @@ def test_a_program_that_fails_is_its_trajectorys_error(program: list[str]) -> No
         run_program(program, "crash")
 
 
+@pytest.mark.deadline("a program has 10 s from its start to its request")
 @pytest.mark.slow
 def test_a_program_that_hangs_is_killed_with_all_that_it_started(program: list[str], tmp_path: Path) -> None:
     row = Row(ROW.prompt, "5", "", {"pids": str(tmp_path / "pids")})
@@ -660,8 +670,8 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 10) -> None:
-    deadline = time.monotonic() + timeout_s
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + within(10)
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

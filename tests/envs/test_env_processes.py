@@ -2,13 +2,13 @@ import asyncio
 import os
 import re
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from blocking_environments import Pictured
+from deadlines import within
 from env_helpers import opened
 
 from corral.data.rows import Row
@@ -92,18 +92,33 @@ def test_each_trajectory_has_an_environment_of_its_own_and_the_summary_outlives_
         assert [asyncio.run(play()) for _ in range(2)] == [{"turns": 3.0}] * 2
 
 
-def test_several_are_played_at_the_same_time_and_more_wait_for_a_free_process() -> None:
-    with opened(SLOW, processes=2, options={"wait_s": 0.3}, timeout_s=0.8) as make:
+def test_several_are_played_at_the_same_time_and_more_wait_for_a_free_process(tmp_path: Path) -> None:
+    """A step returns when two of them have begun: the first two, the next two, the last two."""
+    options = {"begun": str(tmp_path / "begun")}
+    with opened(SLOW.replace("Slow", "InPairs"), processes=2, options=options, timeout_s=within(10)) as make:
 
-        async def play_all(number: int) -> float:
-            await asyncio.gather(*(played(make) for _ in range(2)))
-            started = time.perf_counter()
-            await asyncio.gather(*(played(make, "a") for _ in range(number)))
-            return time.perf_counter() - started
+        async def play_all() -> list[tuple[int, StepResult | None]]:
+            return await asyncio.gather(*(played(make, "a") for _ in range(6)))
 
-        assert 0.85 < asyncio.run(play_all(6)) < 1.8
+        assert len({process for process, _ in asyncio.run(play_all())}) == 2
 
 
+@pytest.mark.deadline("each call has 0.5 s, which the wait for a process exceeds")
+def test_the_wait_for_a_free_process_is_no_part_of_a_call() -> None:
+    with opened(SLOW, processes=1, timeout_s=0.5) as make:
+
+        async def play() -> StepResult | None:
+            holder = make()
+            await holder.reset(ROW, 0)
+            waiting = asyncio.ensure_future(played(make, "a"))
+            await asyncio.sleep(0.6)
+            await holder.close()
+            return (await waiting)[1]
+
+        assert asyncio.run(play()) is not None
+
+
+@pytest.mark.deadline("next to a call that hangs, all others have a second")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "error", "message"),
@@ -115,7 +130,7 @@ def test_several_are_played_at_the_same_time_and_more_wait_for_a_free_process() 
     ],
 )
 def test_one_that_goes_wrong_costs_its_own_trajectory(fault: str, error: type[Exception], message: str) -> None:
-    with opened(SLOW, processes=2, timeout_s=1.0) as make:
+    with opened(SLOW, processes=2, timeout_s=1.0 if fault == "hang" else within(10)) as make:
 
         async def play_all() -> list[Any]:
             good, bad = ("a", "b", "end"), ("a", fault)
@@ -130,9 +145,10 @@ def test_one_that_goes_wrong_costs_its_own_trajectory(fault: str, error: type[Ex
     assert all(result[1].done for result in (results[0], *results[2:]))
 
 
+@pytest.mark.deadline("after a call that hangs, the next ones have a second")
 @pytest.mark.parametrize(("fault", "message"), [("hang", "longer than 1 s"), ("raise", "ValueError: no such board")])
 def test_a_reset_that_goes_wrong_costs_its_own_trajectory(fault: str, message: str) -> None:
-    with opened(SLOW, processes=1, timeout_s=1.0) as make:
+    with opened(SLOW, processes=1, timeout_s=1.0 if fault == "hang" else within(10)) as make:
         with pytest.raises((RuntimeError, TimeoutError), match=message):
             asyncio.run(played(make, row=Row([], fault, "", {})))
         assert asyncio.run(played(make, "a"))[1] is not None
@@ -162,7 +178,7 @@ def test_a_trajectory_that_gives_up_waiting_leaves_no_process_taken() -> None:
                 await asyncio.wait_for(waiting.reset(ROW, 0), 0.1)
             await waiting.close()
             await holder.close()
-            return (await asyncio.wait_for(played(make, "a"), 10))[0]
+            return (await asyncio.wait_for(played(make, "a"), within(10)))[0]
 
         asyncio.run(play())
 

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from deadlines import within
 from env_helpers import board, boards, opened, say, share_won_at_random
 
 from corral.envs.baselines import baseline_of
@@ -145,7 +146,7 @@ def test_a_random_player_wins_as_often_as_is_known(options: dict[str, Any], num_
 
 def test_the_best_player_always_wins_within_ten_moves() -> None:
     with opened("frozen_lake", max_turns=10) as make:
-        floor = asyncio.run(baseline_of(make, boards(200), 10, seed=0, timeout_s=10))
+        floor = asyncio.run(baseline_of(make, boards(200), 10, seed=0, timeout_s=within(10)))
     assert (floor.best_success, floor.best_reward) == (1.0, 1.0)
     assert floor.random_success is not None
     assert 0.1 < floor.random_success < 0.35
@@ -167,7 +168,7 @@ def test_boards_and_first_prompts_are_the_same_in_every_process(name: str) -> No
             env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join([here, *sys.path])},
             capture_output=True,
             check=True,
-            timeout=60,
+            timeout=within(60),
         ).stdout
         for seed in ("1", "2")
     ]

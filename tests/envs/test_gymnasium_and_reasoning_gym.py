@@ -6,6 +6,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from deadlines import within
 from env_helpers import board, boards, opened
 from PIL import Image
 
@@ -156,13 +157,13 @@ def test_a_reasoning_gym_task_gives_several_attempts_and_the_best_counts() -> No
 @pytest.mark.slow
 def test_a_floor_needs_only_the_players_that_there_are() -> None:
     with opened("reasoning_gym", processes=1) as make:
-        floor = asyncio.run(baseline_of(make, reasoning_gym_rows(2), 1, seed=0, timeout_s=10))
+        floor = asyncio.run(baseline_of(make, reasoning_gym_rows(2), 1, seed=0, timeout_s=within(10)))
     assert (floor.random_reward, floor.best_reward, floor.best_success) == (None, 1.0, 1.0)
 
 
 def test_boards_are_enough_for_gymnasium() -> None:
     with opened("gymnasium", options={"id": "CliffWalking-v1"}, processes=1) as make:
-        floor = asyncio.run(baseline_of(make, boards(2), 5, seed=0, timeout_s=10))
+        floor = asyncio.run(baseline_of(make, boards(2), 5, seed=0, timeout_s=within(10)))
     assert floor.random_success == 0.0
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import psutil
 import pytest
+from deadlines import within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_tokenizer
@@ -259,12 +260,20 @@ Play = Callable[..., tuple[list[StepResult], dict[str, float]]]
 
 @pytest.fixture
 def play(file: Path) -> Play:
-    def play(replies: Sequence[str], *names: str, **options: Any) -> tuple[list[StepResult], dict[str, float]]:
+    def play(
+        replies: Sequence[str], *names: str, late_s: float | None = None, **options: Any
+    ) -> tuple[list[StepResult], dict[str, float]]:
+        """`late_s`: the seconds of the first reply, whose call hangs; those of the others are not changed."""
+
         async def play() -> tuple[list[StepResult], dict[str, float]]:
             env: Any = envs.factory_for(ROW).make()
             await env.reset(ROW, 0)
+            results, usual_s = [], env._timeout_s
             try:
-                return [await env.step(reply) for reply in replies], env.summary()
+                for reply in replies:
+                    env._timeout_s = usual_s if results or late_s is None else late_s
+                    results.append(await env.step(reply))
+                return results, env.summary()
             finally:
                 await env.close()
 
@@ -437,8 +446,8 @@ def test_a_call_that_cannot_be_made_is_told_to_the_model_and_costs_the_penalty(
     ],
 )
 def test_a_tool_that_fails_is_told_to_the_model_and_costs_nothing(play: Play, reply: str, expected: str) -> None:
-    names = ("fail", "leave", "sleep", "doze")
-    (first, last), summary = play([reply, "5"], *names, format_penalty=0.25, tool_timeout_s=0.2)
+    names, timeout_s = ("fail", "leave", "sleep", "doze"), 0.2 if "within" in expected else within(20)
+    (first, last), summary = play([reply, "5"], *names, format_penalty=0.25, tool_timeout_s=timeout_s)
     assert content(first).startswith(expected)
     assert (first.reward, first.done, first.error) == (0.0, False, None)
     assert last.reward == 1.0
@@ -498,19 +507,20 @@ def test_a_class_has_one_object_for_each_trajectory(file: Path, capfd: pytest.Ca
     assert capfd.readouterr().err.count("notes are closed") == 2
     for thread in threading.enumerate():
         if thread.name.startswith("tool"):
-            thread.join(5)
+            thread.join(within(5))
     assert threading.active_count() < before
 
 
 def test_a_session_that_is_stuck_is_killed_and_says_so(file: Path) -> None:
     async def play() -> list[str]:
-        env = envs.factory_for(ROW).make()
+        env: Any = envs.factory_for(ROW).make()
         await env.reset(ROW, 0)
+        env._timeout_s = 0.2
         said = [content(await env.step(call("nap", seconds=600))), content(await env.step(call("read")))]
         await env.close()
         return said
 
-    envs = environments(file, "Notes", tool_timeout_s=0.2)
+    envs = environments(file, "Notes")
     late, gone = asyncio.run(play())
     assert late == "Error: `nap` did not answer within 0.2 s"
     assert gone == ("Error: `read` failed: the session has ended with an earlier call that was too late or crashed")
@@ -534,7 +544,7 @@ def test_a_class_of_async_methods_has_an_event_loop_in_its_process(
 
 def test_an_async_tool_is_locked_in_as_any_other(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
-    (late, found), _ = play([call("compute"), call("secret", port=9)], "compute", "secret", tool_timeout_s=1)
+    (late, found), _ = play([call("compute"), call("secret", port=9)], "compute", "secret", late_s=1)
     assert content(late) == "Error: `compute` did not answer within 1 s"
     assert content(found) == '[null, "PermissionError"]'
 
@@ -575,16 +585,16 @@ def children_of_sandbox(envs: EnvSet) -> int:
 def test_a_process_of_a_template_that_died_ends_none_of_the_next_one(file: Path) -> None:
     envs = environments(file, "match")
     processes = envs.factories[""].shared[0].processes  # type: ignore[attr-defined]
-    assert processes.call(0, {"pattern": "a", "text": "a"}, 5.0) == "true"
+    assert processes.call(0, {"pattern": "a", "text": "a"}, within(5)) == "true"
     old = processes.fork()
     all_of_it = psutil.Process(processes._template._process.pid).children(recursive=True)
     processes._template.kill()
-    psutil.wait_procs(all_of_it, 10)
-    assert processes.call(0, {"pattern": "a", "text": "a"}, 5.0) == "true"
+    psutil.wait_procs(all_of_it, within(10))
+    assert processes.call(0, {"pattern": "a", "text": "a"}, within(5)) == "true"
     new = [processes.fork() for _ in range(3)]  # within its sandbox, one of them has the process id of the old one
     assert len(processes._idle) == 1
     old.end()
-    assert [process.request(5.0, "call", 0, None, {"pattern": "a", "text": "a"}) for process in new] == ["true"] * 3
+    assert [one.request(within(5), "call", 0, None, {"pattern": "a", "text": "a"}) for one in new] == ["true"] * 3
     envs.close()
 
 
@@ -599,11 +609,11 @@ def test_a_process_that_dies_with_its_template_before_it_answers_is_forked_again
         pid = int(ToolTemplate.fork(template, connection))
         all_of_it = psutil.Process(template._process.pid).children(recursive=True)
         template.kill()
-        psutil.wait_procs(all_of_it, 10)
+        psutil.wait_procs(all_of_it, within(10))
         return pid
 
     monkeypatch.setattr(template, "fork", fork)
-    assert processes.call(0, {"pattern": "a", "text": "a"}, 5.0) == "true"
+    assert processes.call(0, {"pattern": "a", "text": "a"}, within(5)) == "true"
     assert processes._template is not template
     envs.close()
 
@@ -613,7 +623,7 @@ def test_a_tool_that_fills_the_sandbox_with_files_costs_other_processes_until_it
     with closing(environments(file, "fill")) as envs:
         processes = envs.factories[""].shared[0].processes  # type: ignore[attr-defined]
         full = processes.fork()
-        assert full.request(10.0, "call", 0, None, {}) == "No space left on device"
+        assert full.request(within(10), "call", 0, None, {}) == "No space left on device"
         for _ in range(300):  # more than the template may have open files
             with pytest.raises(
                 ToolFailed, match=r"no process for it: OSError: \[Errno 28\] No space left on device \("
@@ -623,6 +633,7 @@ def test_a_tool_that_fills_the_sandbox_with_files_costs_other_processes_until_it
         processes.fork()
 
 
+@pytest.mark.deadline("the template has a second to fork")
 @pytest.mark.slow
 def test_a_process_that_hangs_as_it_is_forked_is_waited_for_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -656,17 +667,17 @@ def test_a_reset_that_is_cancelled_while_its_process_is_forked_leaves_none(file:
         may_fork.set()
         for thread in threading.enumerate():
             if thread.name == "tool process":
-                thread.join(10)
+                thread.join(within(10))
         assert children_of_sandbox(envs) == 0
 
 
 def test_a_regular_expression_without_end_is_over_at_its_deadline(play: Play) -> None:
     began = time.monotonic()
     endless = call("match", pattern="(a+)+b", text="a" * 28)
-    [late, next_one], _ = play([endless, call("match", pattern="a+", text="aa")], "match", tool_timeout_s=1)
+    [late, next_one], _ = play([endless, call("match", pattern="a+", text="aa")], "match", late_s=1)
     assert content(late) == "Error: `match` did not answer within 1 s"
     assert content(next_one) == "true"
-    assert time.monotonic() - began < 20  # with the start of the processes; it would take a minute
+    assert time.monotonic() - began < within(20)  # with the start of the processes; it would take a minute
 
 
 def test_tools_see_no_secret_of_the_environment_but_what_is_named(
@@ -732,7 +743,7 @@ def test_without_a_sandbox_tools_are_killed_and_limited_all_the_same(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     replies = [call("sleep", seconds=30), call("variable", of="HF_TOKEN"), call("take", megabytes=900)]
-    results, _ = play(replies, "sleep", "variable", "take", memory_mb=512, sandbox=False, tool_timeout_s=0.5)
+    results, _ = play(replies, "sleep", "variable", "take", memory_mb=512, sandbox=False, late_s=0.5)
     late, variable, too_much = map(content, results)
     assert late == "Error: `sleep` did not answer within 0.5 s"
     assert variable == "null"
@@ -761,7 +772,7 @@ def test_what_a_session_has_started_ends_with_it(file: Path) -> None:
         await env.step(call("start", seconds=600))
         before = children_of_sandbox(envs)
         await env.close()
-        deadline = time.monotonic() + 10  # the kernel takes a moment
+        deadline = time.monotonic() + within(10)  # the kernel takes a moment
         while (after := children_of_sandbox(envs)) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         return before, after

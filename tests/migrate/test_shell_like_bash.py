@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from bash_oracle import run_in_bash
+from deadlines import within
 from example_scripts import SCRIPTS, SETTINGS
 from random_scripts import RandomScript
 
@@ -114,7 +115,7 @@ def test_words_are_those_of_bash(snippet: str, tmp_path: Path) -> None:
 def test_a_backslash_at_the_end_of_a_script_keeps_its_command(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text("printf '%s|' a=1 \\\n  b=2 \\")
-    ran = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=20)
+    ran = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=within(20))
     [command] = read_script(script.read_text(), str(script)).commands
     assert ran.stdout == "a=1|b=2|"
     assert command.texts[2:] == ["a=1", "b=2"]

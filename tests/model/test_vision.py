@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from commands import corral
+from deadlines import within
 from PIL import Image
 from transformers import (
     AutoConfig,
@@ -311,7 +312,7 @@ def show(row, base_url, api_key, model):
 def test_an_agent_shows_an_image_through_the_endpoint(model_spec: Model, tmp_path: Path) -> None:
     (tmp_path / "shows.py").write_text(AGENT)
     tokenizer, model = load_tokenizer(model_spec), load_model(model_spec, torch.device("cpu"))
-    environment = Environment(name="agent", options={"agent": f"{tmp_path}/shows.py:show"}, timeout_s=30)
+    environment = Environment(name="agent", options={"agent": f"{tmp_path}/shows.py:show"}, timeout_s=within(30))
     envs = EnvSet({"": environment}, {"": InProcessScorer(Reward(name="exact"))}, Rollout(max_turns=2))
     engine = NativeEngine(model, tokenizer, max_sequences=4, max_prefill_tokens=256, max_length=256)
     driver = RolloutDriver(engine, envs, ChatRenderer(tokenizer, True), 2, 128, 64, seed=0, max_turn_tokens=4)

@@ -9,10 +9,12 @@ import struct
 import subprocess
 import sys
 import termios
-import time
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from deadlines import within
 
 from corral.observe.console import Console, ShownSample
 
@@ -63,7 +65,11 @@ def _read(descriptor: int) -> bytes:
 
 def off_terminal(program: str, **environment: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, env={**os.environ, **environment}, timeout=30, check=True
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        env={**os.environ, **environment},
+        timeout=within(30),
+        check=True,
     )
     return result.stdout.decode()
 
@@ -214,26 +220,37 @@ def test_the_summary_has_the_change_and_what_to_do_next(console: Console, stream
     )
 
 
-def test_a_long_silence_is_broken_by_what_is_being_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("corral.observe.console.SIGN_OF_LIFE_S", 0.2)
-    stream = io.StringIO()
-    console = Console(stream)
-    with console.signs_of_life(), console.stage("starting workers"):
-        time.sleep(0.7)
-    lines = stream.getvalue().splitlines()
-    assert lines[0] == "starting workers ..."
-    assert 2 <= len(lines) <= 5
-    assert all(line.startswith("starting workers (nothing new for ") for line in lines[1:])
-    time.sleep(0.3)
-    assert stream.getvalue().splitlines() == lines  # nobody waits any more
+class Passing(threading.Event):
+    """Time passes while somebody waits, two minutes in all; `each_second` is called meanwhile."""
+
+    def __init__(self, clock: Clock, each_second: Callable[[], object] = bool) -> None:
+        super().__init__()
+        self.clock, self.each_second, self.is_over = clock, each_second, threading.Event()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        for _ in range(round(timeout_s or 0)):
+            self.clock.now_s += 1
+            self.each_second()
+        if self.clock.now_s < 120:
+            return False
+        self.is_over.set()
+        return super().wait()
 
 
-def test_who_prints_needs_no_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("corral.observe.console.SIGN_OF_LIFE_S", 0.5)
-    stream = io.StringIO()
-    console = Console(stream)
-    with console.signs_of_life():
-        for number in range(8):
-            console.note(f"line {number}")
-            time.sleep(0.1)
-    assert len(stream.getvalue().splitlines()) == 8
+def test_a_long_silence_is_broken_by_what_is_being_done(console: Console, stream: io.StringIO, clock: Clock) -> None:
+    passing = Passing(clock)
+    with console.stage("starting workers"), console.signs_of_life(passing):
+        assert passing.is_over.wait(within(30))
+    lines = [f"starting workers (nothing new for {silence})" for silence in ("30s", "1m00s", "1m30s")]
+    assert stream.getvalue().splitlines() == ["starting workers ...", *lines]
+    for thread in threading.enumerate():
+        if thread.name == "signs of life":
+            thread.join(within(30))
+            assert not thread.is_alive()
+
+
+def test_who_prints_needs_no_signs_of_life(console: Console, stream: io.StringIO, clock: Clock) -> None:
+    passing = Passing(clock, lambda: clock.now_s % 20 or console.note(f"{clock.now_s:g} s"))
+    with console.signs_of_life(passing):
+        assert passing.is_over.wait(within(30))
+    assert stream.getvalue().splitlines() == ["20 s", "40 s", "60 s", "80 s", "100 s", "120 s"]

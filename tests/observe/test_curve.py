@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from deadlines import within
 
 from corral.observe.curve import draw_curve, points, smooth
 
@@ -61,7 +62,7 @@ draw_curve([{{"step": 1, "reward/mean": 0.5}}], Path({str(tmp_path / "curve.png"
 assert "matplotlib.pyplot" not in sys.modules
 assert "torch" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=within(60))
 
 
 def test_a_step_that_was_logged_again_counts_once() -> None:

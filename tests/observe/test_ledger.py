@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import corral
+from deadlines import within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -202,7 +203,7 @@ except OSError as error:
     ledger.dropped(1, [0], "equal rewards")
 """
     path = tmp_path / "ledger.jsonl"
-    subprocess.run([sys.executable, "-c", program, str(path)], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", program, str(path)], check=True, timeout=within(30))
     assert Ledger(path).audit().dropped == {"equal rewards": 1}
 
 

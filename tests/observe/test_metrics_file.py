@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from deadlines import within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,7 +97,7 @@ except OSError as error:
     metrics.log(3, {"x": 1.0})
 """
     path = tmp_path / "metrics.jsonl"
-    subprocess.run([sys.executable, "-c", program, str(path)], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", program, str(path)], check=True, timeout=within(30))
     assert [row["step"] for row in read_metrics(path)] == [1, 3]
 
 
@@ -112,7 +113,7 @@ for step in range(3):
 os.kill(os.getpid(), signal.SIGKILL)
 """
     path = tmp_path / "metrics.jsonl"
-    subprocess.run([sys.executable, "-c", program, str(path)], check=False, timeout=30)
+    subprocess.run([sys.executable, "-c", program, str(path)], check=False, timeout=within(30))
     assert len(read_metrics(path)) == 3
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deadlines import within
 from runs import VALIDATION, write_recipe
 
 import corral.observe
@@ -33,7 +34,7 @@ def scrape(url: str, token: str | None = None, host: str | None = None) -> dict[
     """The samples of a scrape, by name: labels and value of each."""
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     request = urllib.request.Request(url, headers=headers | ({} if host is None else {"Host": host}))
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=within(10)) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         families = list(parser.text_string_to_metric_families(answer.read().decode()))
     assert all(family.type == "gauge" for family in families)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from deadlines import within
 
 from corral.observe.run_folder import RunFolder
 from corral.recipe.errors import UserError
@@ -109,7 +110,7 @@ def test_a_forked_worker_that_outlives_its_run_does_not_hold_the_folder(tmp_path
     with subprocess.Popen([sys.executable, "-c", FORK, str(tmp_path)], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         worker = int(parent.stdout.readline())
-        assert parent.wait(10) == 9
+        assert parent.wait(within(10)) == 9
         try:
             RunFolder.open(tmp_path, "run", "auto").close()
         finally:

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from deadlines import within
 
 from corral.observe.console import Console, run_log
 
@@ -61,7 +62,7 @@ with run_log(Path(sys.argv[1]), Console()):
     logging.get_logger("transformers.modeling_utils").warning("some weights were not used")
 """
     result = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "main.log")], capture_output=True, check=True, timeout=60
+        [sys.executable, "-c", program, str(tmp_path / "main.log")], capture_output=True, check=True, timeout=within(60)
     )
     assert result.stdout + result.stderr == b""
     assert "some weights were not used" in (tmp_path / "main.log").read_text()

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from deadlines import within
 from runs import train_here
 
 from corral.observe.run_files import StepSamples
@@ -100,7 +101,7 @@ writer.log(1, {"reward/mean": 1.0})
 writer.close()
 assert "torch" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=within(60))
 
 
 def test_wandb_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +217,10 @@ second.close()
 """
     # Its folder is fixed when it is imported.
     subprocess.run(
-        [sys.executable, "-c", program], check=True, timeout=60, env={**os.environ, "TRACKIO_DIR": str(tmp_path)}
+        [sys.executable, "-c", program],
+        check=True,
+        timeout=within(60),
+        env={**os.environ, "TRACKIO_DIR": str(tmp_path)},
     )
     with sqlite3.connect(tmp_path / "project.db") as database:
         rows = database.execute("select run_name, step, metrics from metrics order by step").fetchall()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from commands import Command, start_corral
+from deadlines import within
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Served:
         headers = {"Content-Type": "application/json"} | ({} if token is None else {"Authorization": f"Bearer {token}"})
         request = urllib.request.Request(self.url + path, data, headers)
         try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
+            with urllib.request.urlopen(request, timeout=within(30)) as answer:
                 return Reply(answer.status, answer.read().decode(), answer.headers)
         except urllib.error.HTTPError as error:
             return Reply(error.code, error.read().decode(), error.headers)
@@ -72,7 +73,6 @@ class Service:
     url: str = ""
     status: int = 200
     may_answer: threading.Event = field(default_factory=threading.Event)
-    delay_s: float = 0.0
     finds: bool = True
     """False: without a list of results."""
     requests: list[tuple[str, dict[str, str], bytes]] = field(default_factory=list)
@@ -87,8 +87,7 @@ def search_service() -> Iterator[Service]:
         def do_GET(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             service.requests.append((self.path, dict(self.headers), body))
-            service.may_answer.wait(30)
-            time.sleep(service.delay_s)
+            service.may_answer.wait(within(30))
             hits = [{"page": {"name": f"T{n}"}, "snippet": f"text {n}", "link": f"http://x/{n}"} for n in range(5)]
             answer = json.dumps({"web": {"results": hits}} if service.finds else {}).encode()
             self.send_response(service.status)
@@ -114,7 +113,6 @@ def search_service() -> Iterator[Service]:
 
 def load_when_told() -> None:
     """For a process of the command line: the index is opened when a file named `go` is there."""
-    import time
 
     from corral.retrieval import index
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from asking import serving
 from commands import corral
+from deadlines import within
 from docstrings import write_corpus
 from guides import Block, block
 
@@ -51,7 +52,7 @@ def test_it_is_served_and_asked(folder: Path) -> None:
     assert command == "corral retriever serve index --port 8000"
     with serving(folder, "index") as served:
         retrieve, health = (
-            subprocess.check_output(shlex.split(line.replace("http://127.0.0.1:8000", served.url)), timeout=30)
+            subprocess.check_output(shlex.split(line.replace("http://127.0.0.1:8000", served.url)), timeout=within(30))
             for line in block("retriever-ask").commands
         )
     assert {"document", "score"} == json.loads(retrieve)["result"][0][0].keys()

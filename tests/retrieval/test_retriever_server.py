@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from asking import Served, Service, load_when_told, search_service, serving
 from commands import corral
+from deadlines import within
 from docstrings import QUERIES
 
 from corral.retrieval.client import RetrievalClient
@@ -115,15 +116,18 @@ def test_many_clients_get_their_own_answers(served: Served) -> None:
         assert all(clients.map(ask, range(96)))
 
 
+@pytest.mark.deadline("one of many answers must come within 30 ms")
 def test_a_client_that_stays_connected_does_not_wait_for_the_network(served: Served) -> None:
     """Nagle's algorithm is off: else each answer would be 40 ms late."""
-    connection, took = HTTPConnection(served.url.removeprefix("http://"), timeout=10), []
-    for _ in range(10):
+    connection = HTTPConnection(served.url.removeprefix("http://"), timeout=within(10))
+
+    def took_s() -> float:
         began = time.monotonic()
         connection.request("POST", "/retrieve", json.dumps({"queries": QUERIES[:1]}))
         assert len(json.loads(connection.getresponse().read())["result"]) == 1
-        took.append(time.monotonic() - began)
-    assert min(took) < 0.03
+        return time.monotonic() - began
+
+    assert any(took_s() < 0.03 for _ in range(100))
 
 
 def test_it_listens_before_it_is_ready(bm25_index: Path, tmp_path: Path) -> None:
@@ -142,7 +146,7 @@ def test_sigterm_ends_it_with_code_0(bm25_index: Path, tmp_path: Path) -> None:
     with serving(tmp_path, str(bm25_index)) as served:
         served.ask("/health")
         served.command.send(signal.SIGTERM)
-        finished = served.command.wait(10)
+        finished = served.command.wait(within(10))
     assert finished.code == 0, finished.stderr
     assert finished.stdout.endswith("ended\n")
     assert not finished.stderr
@@ -178,9 +182,8 @@ def test_what_is_beyond_the_queue_is_refused_at_once(tmp_path: Path) -> None:
             wait_until(lambda: len(service.requests) == 1)
             second = clients.submit(served.ask, "/retrieve", {"queries": ["second"]})
             wait_until(lambda: served.metric("queue_depth") == 1)
-            began = time.monotonic()
             third = served.ask("/retrieve", {"queries": ["third"]})
-            assert time.monotonic() - began < 2
+            assert not first.done()
             assert (third.status, third.headers["Retry-After"]) == (503, "1")
             assert "waiting" in third.json["error"]
             service.may_answer.set()
@@ -197,7 +200,7 @@ def test_a_request_is_refused_before_its_body_if_too_many_wait(tmp_path: Path) -
             wait_until(lambda: len(service.requests) == 1)
             second = clients.submit(served.ask, "/retrieve", {"queries": ["second"]})
             wait_until(lambda: served.metric("queue_depth") == 1)
-            connection = HTTPConnection(served.url.removeprefix("http://"), timeout=10)
+            connection = HTTPConnection(served.url.removeprefix("http://"), timeout=within(10))
             connection.putrequest("POST", "/retrieve")
             connection.putheader("Content-Length", "1000000")
             connection.endheaders()  # and no body
@@ -212,7 +215,7 @@ def test_what_nobody_waits_for_any_more_is_not_searched(tmp_path: Path) -> None:
         with ThreadPoolExecutor(1) as clients:
             first = clients.submit(served.ask, "/retrieve", {"queries": ["first"]})
             wait_until(lambda: len(service.requests) == 1)
-            connection = HTTPConnection(served.url.removeprefix("http://"), timeout=10)
+            connection = HTTPConnection(served.url.removeprefix("http://"), timeout=within(10))
             connection.request("POST", "/retrieve", json.dumps({"queries": ["gone", "gone too"]}))
             wait_until(lambda: served.metric("queue_depth") == 2)
             connection.close()
@@ -228,6 +231,7 @@ def test_the_server_gives_up_before_its_clients_do() -> None:
     assert ServerLimits().timeout_s < client.timeout_s
 
 
+@pytest.mark.deadline("the last request must be answered within the 0.2 s that the first ones exceed")
 def test_a_request_that_is_not_answered_in_time_is_given_up(tmp_path: Path) -> None:
     with search_service() as service:
         (tmp_path / "online.yaml").write_text(
@@ -258,8 +262,8 @@ def serving_one_at_a_time(service: Service, folder: Path, *options: str) -> Iter
         yield served
 
 
-def wait_until(condition: Any, timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + within(10)
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
+from deadlines import within
 from fastapi import FastAPI
 
 from corral import http_server
@@ -30,13 +31,13 @@ def served(max_connections: int, token: str | None = "secret-token") -> Iterator
         yield listening.getsockname()[1]
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(within(10))
 
 
 def ask(port: int) -> str:
     headers = {"Authorization": "Bearer secret-token"}
     request = urllib.request.Request(f"http://127.0.0.1:{port}/hello", headers=headers)
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=within(10)) as answer:
         return str(json.load(answer))
 
 
@@ -62,7 +63,7 @@ def test_the_peer_with_the_most_silent_connections_pays_for_them() -> None:
     with served(max_connections=20) as port, contextlib.ExitStack() as stack:
         alone = stack.enter_context(socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0)))
         crowd = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(60)]
-        assert is_closed_within(crowd[0], 10)
+        assert is_closed_within(crowd[0], within(10))
         assert not is_closed_within(alone, 1)
 
 
@@ -72,13 +73,13 @@ def test_a_connection_without_a_request_is_closed(sent: bytes, monkeypatch: pyte
     monkeypatch.setattr(http_server, "CHECK_S", 0.2)
     with served(max_connections=20) as port, socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(sent)
-        assert is_closed_within(connection, 10)
+        assert is_closed_within(connection, within(10))
 
 
 def test_a_connection_without_the_token_is_closed_after_its_answer() -> None:
     with served(max_connections=20) as port, socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(b"POST /hello HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nhalf")
-        connection.settimeout(10)
+        connection.settimeout(within(10))
         answer = b""
         while chunk := connection.recv(1000):
             answer += chunk
@@ -92,10 +93,11 @@ def test_a_connection_without_the_token_is_closed_after_its_answer() -> None:
 def test_a_name_that_stands_for_loopback_gets_no_answer(host: str, status: int) -> None:
     with served(max_connections=20, token=None) as port, socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(f"GET /hello HTTP/1.1\r\nHost: {host.format(port)}\r\nConnection: close\r\n\r\n".encode())
-        connection.settimeout(10)
+        connection.settimeout(within(10))
         assert connection.recv(1000).startswith(f"HTTP/1.1 {status}".encode())
 
 
+@pytest.mark.deadline("a request must arrive within 0.2 s")
 def test_an_answer_that_takes_long_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "REQUEST_S", 0.2)
     monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 0.2)
@@ -107,9 +109,10 @@ def test_an_answer_that_takes_long_is_waited_for(monkeypatch: pytest.MonkeyPatch
     thread.start()
     assert ask(listening.getsockname()[1]) == "late"
     server.should_exit = True
-    thread.join(10)
+    thread.join(within(10))
 
 
+@pytest.mark.deadline("a request must arrive within 0.5 s")
 def test_silent_connections_do_not_lock_the_agents_endpoint_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_endpoint, "MAX_SILENT", 10)
     monkeypatch.setattr(chat_endpoint, "REQUEST_S", 0.5)
@@ -120,12 +123,12 @@ def test_silent_connections_do_not_lock_the_agents_endpoint_up(monkeypatch: pyte
             connections = [
                 stack.enter_context(socket.create_connection(("127.0.0.1", endpoint.port))) for _ in range(12)
             ]
-            assert is_closed_within(connections[0], 10)  # the oldest, since there are too many
-            assert is_closed_within(connections[-1], 10)  # too late
+            assert is_closed_within(connections[0], within(10))  # the oldest, since there are too many
+            assert is_closed_within(connections[-1], within(10))  # too late
             request = urllib.request.Request(
                 f"{endpoint.base_url}/models", headers={"Authorization": f"Bearer {session.key}"}
             )
-            with urllib.request.urlopen(request, timeout=10) as answer:
+            with urllib.request.urlopen(request, timeout=within(10)) as answer:
                 assert json.load(answer)["data"][0]["id"] == "m"
     finally:
         endpoint.close()

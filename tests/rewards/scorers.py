@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 
@@ -29,9 +30,13 @@ def process_id(response: str) -> int:
     return os.getpid()
 
 
-def slow_process_id(response: str) -> int:
-    time.sleep(0.2)
-    return os.getpid()
+def slowly_in_pairs(response: str, answer: str) -> float:
+    """Returns when two processes have the same response; the answer is a folder."""
+    (Path(answer) / f"{response}-{os.getpid()}").touch()
+    time.sleep(0.1)
+    while len(list(Path(answer).glob(f"{response}-*"))) < 2:
+        time.sleep(0.01)
+    return 1.0
 
 
 def imported(response: str) -> dict[str, Any]:
@@ -48,6 +53,8 @@ def act(response: str, answer: Any) -> float:
         os._exit(7)
     if response == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)
+    if response == "nap":
+        time.sleep(0.05)
     if response == "sleep":
         time.sleep(1000)
     if response == "hang in C":

@@ -9,19 +9,22 @@ import json
 import os
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from deadlines import within
 
 from corral.data.rows import Row
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Reward
 from corral.rewards import code as code_module
-from corral.rewards.code import check_contained, code, last_program, read_tests
+from corral.rewards.code import check_contained, last_program, read_tests
 from corral.rewards.reward_function import Score
 from corral.rewards.scorer_pool import ScorerPool
 
+code = partial(code_module.code, timeout_s=within(5))
 PAIRS = {"inputs": ["1 2\n", "10 -3\n"], "outputs": ["3\n", "7\n"]}
 ADDS = "a, b = map(int, input().split())\nprint(a + b)"
 SECRET = Path.home() / ".corral-sandbox-secret"
@@ -107,7 +110,7 @@ def secret() -> Any:
 
 def nothing_is_left() -> bool:
     """Whether no process runs anything of a sandbox. The kernel takes a moment to end those that are killed."""
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + within(3)
     while num_left() and time.monotonic() < deadline:
         time.sleep(0.02)
     return num_left() == 0
@@ -180,7 +183,7 @@ def test_an_attempt_is_contained(name: str, secret: None) -> None:
 def test_a_nuisance_is_over_at_its_deadline_and_leaves_nothing_behind(name: str) -> None:
     started = time.monotonic()
     assert code(NUISANCES[name], [{"input": "1", "output": "2"}], timeout_s=1)["score"] == 0.0
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < within(5)
     assert nothing_is_left()
     assert code(ADDS, PAIRS)["score"] == 1.0
 
@@ -234,14 +237,14 @@ def test_it_needs_no_root() -> None:
         group=65534,
         extra_groups=[],
         cwd="/",
-        timeout=20,
+        timeout=within(20),
     )
     assert (done.stdout, done.stderr) == ("65534 2 ['program.py']\n", "")
 
 
 @pytest.mark.slow
 def test_the_reward_processes_run_programs() -> None:
-    pool = ScorerPool(Reward(name="code", workers=2, timeout_s=30))
+    pool = ScorerPool(Reward(name="code", workers=2, timeout_s=within(30)))
     row = Row([], PAIRS, "", {})
 
     async def score_all() -> list[Score]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from deadlines import within
 from torch import Tensor
 
 from corral.rollout.engine import Completion, Engine, FinishReason, Sampling
@@ -153,7 +154,7 @@ async def after_an_update_that_failed_weights_can_be_loaded(make: MakeEngine) ->
     with pytest.raises(ConnectionError):
         await engine.update(half(weights), version=1)
     engine.load(weights, version=2)
-    completion = await asyncio.wait_for(engine.generate(PROMPTS[0], Sampling(max_tokens=3), 0), 30)
+    completion = await asyncio.wait_for(engine.generate(PROMPTS[0], Sampling(max_tokens=3), 0), within(30))
     assert completion.versions == [2] * 3
     await check_logprobs(engine, PROMPTS[0], completion)
 

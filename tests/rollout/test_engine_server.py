@@ -263,6 +263,7 @@ def test_other_routes_are_named(server: Server) -> None:
     assert "/v1/chat/completions" in httpx.get(f"{server.url}/v2").json()["error"]["message"]
 
 
+@pytest.mark.deadline("the client must hang up before all tokens are generated")
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_client_that_hangs_up_is_not_generated_for(server: Server, stream: bool) -> None:
     served = server.service.served

@@ -97,6 +97,7 @@ def engine(request: pytest.FixtureRequest, model: tuple[Path, Any]) -> Iterator[
     assert not folder.exists()
 
 
+@pytest.mark.deadline("weights must come before the engine's process has generated all that it is asked for")
 @pytest.mark.parametrize("check", ENGINE_CONTRACT, ids=lambda check: check.__name__)
 def test_engine_keeps_its_contract(
     engine: ProcessEngine,

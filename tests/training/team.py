@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deadlines import within
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = within(120)
 M_MMAP_THRESHOLD = -3
 
 

@@ -1,7 +1,11 @@
 """What is kept for the backward pass, and where, changes no gradient: checkpointed layers, selectively, inputs in the
 host's memory, and trajectories that are longer than a micro-batch."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import closing
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -9,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked_pythons import FORKED, forking_python
 from sharded_cases import Outcome, alone, backward, build_model, deviation, mesh_of, outcome, policy_of
 from team import Team, own_memory
 from tiny_families import config_of, tiny_family_model
@@ -207,7 +212,7 @@ WIDE = LlamaConfig(
 NUM_TOKENS = 1500
 
 
-def peak_of_training(checkpointing: bool, max_tokens: int | None) -> float:
+def peak_of_training(checkpointing: bool, max_tokens: int | None) -> int:
     """-> most bytes that a forward and backward pass of one trajectory had at the same time"""
     own_memory()
     register()
@@ -233,18 +238,19 @@ def memory(key: str) -> int:
     return 1024 * int(line.split()[1])
 
 
+def print_peaks() -> None:
+    for checkpointing, max_tokens in ((False, None), (True, None), (False, 100)):
+        with closing(Team(1)) as team:
+            print(*team.run(peak_of_training, checkpointing, max_tokens))
+
+
 @pytest.mark.slow
-@pytest.mark.xdist_group("memory")  # of a fork of who has run other tests it is more: CI repeats it alone
 def test_a_long_trajectory_needs_the_feed_forward_memory_of_its_chunks() -> None:
     """Plain, every layer keeps about four of the feed-forward's width for each token; checkpointed, one layer does; in
-    chunks, 100 tokens do."""
-    peaks = []
-    for checkpointing, max_tokens in ((False, None), (True, None), (False, 100)):
-        team = Team(1)
-        try:
-            peaks += team.run(peak_of_training, checkpointing, max_tokens)
-        finally:
-            team.close()
+    chunks, 100 tokens do. In a process of its own: a fork of one that has run other tests has more memory."""
+    program = f"{FORKED}\nimport test_activations\ntest_activations.print_peaks()"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    peaks = list(map(int, subprocess.check_output([forking_python(), "-c", program], env=environment).split()))
     of_layer = 4 * NUM_TOKENS * WIDE.intermediate_size * 4
     assert peaks[0] > 0.9 * 4 * of_layer
     assert 0.7 * of_layer < peaks[1] < 2.5 * of_layer

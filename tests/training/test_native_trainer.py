@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from deadlines import within
 from sharded_cases import backward, build_model, deviation, own_packs, policy_of, weights_of
 from test_sharded_checkpoint import advance, contents
 from tiny import DEVICE, tiny_config
@@ -219,7 +220,7 @@ def test_an_update_waits_until_the_states_before_it_are_copied(
     may_copy, copy = threading.Event(), HostCopier.copy
 
     def held(self: HostCopier, tensor: torch.Tensor) -> torch.Tensor:
-        assert may_copy.wait(60)
+        assert may_copy.wait(within(60))
         return copy(self, tensor)
 
     monkeypatch.setattr(HostCopier, "copy", held)
@@ -232,7 +233,7 @@ def test_an_update_waits_until_the_states_before_it_are_copied(
     assert stepping.is_alive()
     assert deviation(weights_of(policy), before) == 0
     may_copy.set()
-    stepping.join(60)
+    stepping.join(within(60))
     assert deviation(weights_of(policy), before) > 0
     deferred.write()
     assert contents(tmp_path / "later") == contents(tmp_path / "at once")

@@ -12,6 +12,7 @@ from typing import Any
 import pexpect
 import pytest
 from commands import corral, start_corral
+from deadlines import within
 from guides import block
 from runs import write_recipe
 from view_runs import HOSTILE, lines_of, metrics_of, write_run
@@ -127,11 +128,16 @@ def test_the_commands_of_the_guide_run(tmp_path: Path) -> None:
         assert corral(tmp_path, *command.split()[1:]).code == 0, command
 
 
+def follow(folder: Path) -> "pexpect.spawn[str]":
+    command = [*CORRAL[1:], "status", "one"]
+    return pexpect.spawn(CORRAL[0], command, cwd=folder, encoding="utf-8", timeout=within(60))
+
+
 @pytest.mark.slow
 def test_the_view_in_a_terminal_follows_the_run_and_ends_with_it(tmp_path: Path) -> None:
     run = write_run(tmp_path, "one", of=5)
     with RunFolder(run):
-        view = pexpect.spawn(CORRAL[0], [*CORRAL[1:], "status", "one"], cwd=tmp_path, encoding="utf-8", timeout=60)
+        view = follow(tmp_path)
         view.expect("running.*step 3/5")
         MetricsFile(run / "metrics.jsonl").log(4, metrics_of(4))
         view.expect("step 4/5")
@@ -139,7 +145,7 @@ def test_the_view_in_a_terminal_follows_the_run_and_ends_with_it(tmp_path: Path)
     view.expect(pexpect.EOF)
     assert view.wait() == 0
     with RunFolder(run):
-        view = pexpect.spawn(CORRAL[0], [*CORRAL[1:], "status", "one"], cwd=tmp_path, encoding="utf-8", timeout=60)
+        view = follow(tmp_path)
         view.expect("running")
         view.sendintr()
         view.expect("the run goes on")

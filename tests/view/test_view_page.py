@@ -263,6 +263,7 @@ def test_a_run_is_watched_while_it_is_trained(page: Browser, tmp_path: Path, mon
     assert page.problems == []
 
 
+@pytest.mark.deadline("the page must be looked at before the run is over")
 def test_a_run_of_corral_train_is_followed_to_its_end(page: Browser, tmp_path: Path, tiny_model: Path) -> None:
     """A real run, in a process of its own, while the page looks at it; all that it shows is what the run wrote."""
     recipe = write_recipe(tmp_path, tiny_model)

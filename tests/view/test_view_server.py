@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from commands import corral, start_corral
+from deadlines import within
 from fastapi.testclient import TestClient
 from guides import block
 from runs import train_here
@@ -247,9 +248,9 @@ def test_new_rows_are_sent_while_a_run_is_trained(tmp_path: Path, monkeypatch: p
     run = write_run(tmp_path, "one", steps=2)
     is_over = threading.Event()
     with RunFolder(run), running(view_server.make_app(Runs([tmp_path]), None, is_over.is_set)) as address:
-        with urllib.request.urlopen(f"{address}/api/run/one/run.json", timeout=10) as answer:
+        with urllib.request.urlopen(f"{address}/api/run/one/run.json", timeout=within(10)) as answer:
             position = json.load(answer)["position"]
-        with urllib.request.urlopen(f"{address}/api/run/one/events?position={position}", timeout=10) as events:
+        with urllib.request.urlopen(f"{address}/api/run/one/events?position={position}", timeout=within(10)) as events:
             first = next_event(events)
             assert (first["rows"], first["state"], first["reset"]) == ([], "running", False)
             MetricsFile(run / "metrics.jsonl").log(3, {"reward/mean": 0.875})
@@ -388,12 +389,12 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     server_process = start_corral(tmp_path, *command.replace("8080", "0").split()[1:])
     server_process.wait_until(lambda: "Ctrl-C" in server_process.stdout.read_text())
     [address] = re.findall(r"http://[0-9.:]+", server_process.stdout.read_text())
-    with urllib.request.urlopen(f"{address}/api/runs.json", timeout=30) as answer:
+    with urllib.request.urlopen(f"{address}/api/runs.json", timeout=within(30)) as answer:
         [run] = json.load(answer)["runs"]
-    with urllib.request.urlopen(f"{address}/api/run/one/events?position=1-5", timeout=30) as events:
+    with urllib.request.urlopen(f"{address}/api/run/one/events?position=1-5", timeout=within(30)) as events:
         assert next_event(events)["state"] == run["state"] == "finished"
         server_process.send(signal.SIGINT)  # while somebody is watching
-        finished = server_process.wait(30)
+        finished = server_process.wait(within(30))
     assert (finished.code, finished.stderr) == (0, "")
 
 
