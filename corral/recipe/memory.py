@@ -308,8 +308,8 @@ class _Estimate:
         return self.held_part(role, self.num_trained * (moment_bytes(self.recipe, role) + master))
 
     def optimizer_states(self, role: str, roles: tuple[str, ...]) -> dict[Phase, int]:
-        """Offloaded ones are on a GPU only while they are updated: parts that fit a few slots, or of shards a parameter
-        at a time, of which an embedding is the largest. The memory of activations is free by then."""
+        """Offloaded ones are on a GPU only while they are updated, in parts that fit a few slots, none larger than
+        the largest parameter or its shard. The memory of activations is free by then."""
         total = self.optimizer(role)
         if "optimizer" not in self.recipe.train.offload:
             return self.always(total)
@@ -319,8 +319,8 @@ class _Estimate:
         if self.shape.num_experts:  # of a layer together, gates and ups
             of_layer = 2 * self.shape.num_experts * self.shape.intermediate_size * self.shape.hidden_size
             largest = max(largest, of_layer // self.meshes[role].expert)
-        if self.meshes[role].is_whole:
-            largest = OPTIMIZER_SLOTS * min(OPTIMIZER_SLOT_SIZE, largest)
+        mesh = self.meshes[role]
+        largest = OPTIMIZER_SLOTS * min(OPTIMIZER_SLOT_SIZE * mesh.stage_size // mesh.replicate, largest)
         part = int(total * min(1.0, largest / max(1, self.num_trained)))
         return {"train": max(0, part - self.activations(roles)["train"] - self.logits_chunk(roles).get("train", 0))}
 

@@ -28,6 +28,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from corral import child_process
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.placement import Placement
+from corral.recipe.rules import SET_BY_RAY
 from corral.recipe.schema import Cluster, Service
 from corral.runtime.network import CONNECT_S, answers, interface_towards
 from corral.runtime.remote_debugger import DebuggerKind, installed_debugger
@@ -396,6 +397,8 @@ def devices_table(resource: str) -> str:
 
 # --- actors
 
+NOT_SET_BY_RAY = "RAY_EXPERIMENTAL_NOSET_"
+"""Beginning of a variable that makes Ray leave another one as it is."""
 WORKERS_PER_GPU = "CORRAL_WORKERS_PER_GPU"
 """Environment variable: number of workers that share each GPU. Ray has so many times as many GPUs then."""
 
@@ -407,6 +410,14 @@ def workers_per_gpu(environment: Mapping[str, str]) -> int:
     return int(written)
 
 
+def gpu_variables_of_ray(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns variables with which Ray shows an actor its own GPUs and no others, also where the nodes' environment
+    tells it not to; or, where workers share a GPU, all of them, among which the actor chooses (`shared_gpu`)."""
+    if workers_per_gpu(environment) > 1:
+        return {WORKERS_PER_GPU: environment[WORKERS_PER_GPU], f"{NOT_SET_BY_RAY}CUDA_VISIBLE_DEVICES": "1"}
+    return {f"{NOT_SET_BY_RAY}{name}": "" for name in SET_BY_RAY}
+
+
 def remote_class(kind: type, where: Any, *, py_executable: str | None = None, **options: Any) -> Any:
     """Makes a class whose objects are actors, with the controller's import path: functions that a recipe names live
     there, perhaps Corral too. Ray's head would keep 3 kB of each of the last 100,000 calls of an actor, for its
@@ -416,9 +427,7 @@ def remote_class(kind: type, where: Any, *, py_executable: str | None = None, **
         # Torch warns of host names that cannot be resolved, and such.
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
-    if WORKERS_PER_GPU in os.environ:
-        variables[WORKERS_PER_GPU] = os.environ[WORKERS_PER_GPU]
-    environment: dict[str, Any] = {"env_vars": variables}
+    environment: dict[str, Any] = {"env_vars": variables | gpu_variables_of_ray(os.environ)}
     if py_executable is not None:
         environment["py_executable"] = py_executable
     always = {"num_cpus": 0, "enable_task_events": False}

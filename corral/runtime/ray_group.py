@@ -23,7 +23,6 @@ from ray.exceptions import RayActorError, RayError
 from corral.child_process import describe_exit
 from corral.recipe.errors import RunError, UserError, first_line
 from corral.recipe.placement import format_devices
-from corral.recipe.rules import SET_BY_RAY
 from corral.runtime.group import CallTimeout, Group, RoleT, WorkerLost, gather_calls
 from corral.runtime.node_relay import MissingAnswer
 from corral.runtime.nodes import EXIT_WAIT_S, Node, workers_per_gpu
@@ -101,7 +100,7 @@ class DeviceProcess:
         for name, value in setup.environment.items():
             os.environ.setdefault(name, value)
         os.environ.update(setup.chosen)
-        os.environ.update(gpu_variables([str(number) for number in ray.get_gpu_ids()], os.environ))
+        os.environ.update(shared_gpu([str(number) for number in ray.get_gpu_ids()], os.environ))
         announce("worker", setup.run, setup.device, setup.roles, setup.run_folder)
         self.debugger = setup.debugger
         self.debugger.install()
@@ -128,17 +127,20 @@ class DeviceProcess:
             return RemoteError(expected, traceback.format_exception_only(error)[-1].strip())
 
 
-def gpu_variables(numbers: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns variables with which a worker sees the GPUs that Ray gave it (`numbers`) and no others, also where Ray is
-    told not to set them; for a GPU of several workers, with which NCCL connects them."""
+def shared_gpu(numbers: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns variables of a worker whose GPU others have, too (`CORRAL_WORKERS_PER_GPU`). `numbers`: of its GPUs, of
+    which Ray counts several for each that there is."""
     shared = workers_per_gpu(environment)
-    own = ",".join(dict.fromkeys(str(int(number) // shared) if shared > 1 else number for number in numbers))
-    found = {name: own for name in SET_BY_RAY if numbers and environment.get(f"RAY_EXPERIMENTAL_NOSET_{name}")}
-    if numbers and shared > 1:
+    if shared == 1 or not numbers:
+        return {}
+    return {
+        "CUDA_VISIBLE_DEVICES": str(int(numbers[0]) // shared),
         # NCCL refuses two ranks with one host and GPU. Ranks of different hosts talk over the network, here loopback.
-        found |= {"CUDA_VISIBLE_DEVICES": own, "NCCL_HOSTID": f"{os.uname().nodename}-{numbers[0]}"}
-        found |= {"NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-    return found
+        "NCCL_HOSTID": f"{os.uname().nodename}-{numbers[0]}",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_MNNVL_ENABLE": "0",
+        "NCCL_NVLS_ENABLE": "0",
+    }
 
 
 def write_output_to(log: Path) -> None:

@@ -129,7 +129,8 @@ def make_group(store: Any, rank: int, size: int, device: torch.device, address: 
     raises a RuntimeError when they are not within `timeout`."""
     if device.type == "cuda":
         set_nccl_variables()
-        torch.cuda.empty_cache()  # NCCL allocates past torch, which has what it keeps for itself
+        with suppress(RuntimeError):  # an engine captures a graph just now
+            torch.cuda.empty_cache()  # NCCL allocates past torch, which keeps what it has freed
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
         group: Any = dist.ProcessGroupNCCL(store, rank, size, nccl)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ray._private.accelerators import NvidiaGPUAcceleratorManager
 from torch.cuda._utils import _get_device_index
 
 from corral.model.model_loading import default_device
@@ -23,8 +24,8 @@ from corral.rollout.process_engine import engine_environment
 from corral.runtime import transfer_channels
 from corral.runtime.model_workers import ActorWorker, TrainerGroup, mesh_of_worker
 from corral.runtime.network import INTERFACE_VARIABLES
-from corral.runtime.nodes import Node, NodeFacts
-from corral.runtime.ray_group import ActorProcess, DeviceSlot, WorkerSetup, gpu_variables
+from corral.runtime.nodes import Node, NodeFacts, gpu_variables_of_ray
+from corral.runtime.ray_group import ActorProcess, DeviceSlot, WorkerSetup, shared_gpu
 from corral.runtime.ray_runtime import DeviceSet, RayRuntime
 from corral.runtime.remote_debugger import DebuggerOptions
 from corral.runtime.transfer_channels import CollectiveChannel
@@ -207,15 +208,25 @@ def test_an_engines_process_has_no_expandable_segments() -> None:
     assert engine_environment(given) == {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "PATH": "/bin"}
 
 
-def test_a_worker_sees_its_own_gpu_whatever_ray_was_told() -> None:
-    assert gpu_variables(["3"], {"CUDA_VISIBLE_DEVICES": "3"}) == {}  # Ray has set it
-    assert gpu_variables(["3"], {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}) == {"CUDA_VISIBLE_DEVICES": "3"}
-    assert gpu_variables([], {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}) == {}  # a worker slot
+def test_ray_shows_a_worker_its_own_gpu_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ray's own function for it reads the variables."""
+    monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    for name, value in gpu_variables_of_ray({}).items():
+        monkeypatch.setenv(name, value)
+    NvidiaGPUAcceleratorManager.set_current_process_visible_accelerator_ids(["3"])
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+    assert shared_gpu(["3"], {}) == {}
 
 
-def test_workers_that_share_a_gpu_are_different_hosts_for_nccl() -> None:
-    found = [gpu_variables([str(number)], {"CORRAL_WORKERS_PER_GPU": "4"}) for number in range(8)]
+def test_workers_that_share_a_gpu_are_different_hosts_for_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in gpu_variables_of_ray({"CORRAL_WORKERS_PER_GPU": "4"}).items():
+        monkeypatch.setenv(name, value)
+    NvidiaGPUAcceleratorManager.set_current_process_visible_accelerator_ids(["7"])  # there is none of this number
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    found = [shared_gpu([str(number)], os.environ) for number in range(8)]
     assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["0"] * 4 + ["1"] * 4
     assert len({one["NCCL_HOSTID"] for one in found}) == 8
     with pytest.raises(UserError, match="CORRAL_WORKERS_PER_GPU: none is not the number of workers"):
-        gpu_variables(["0"], {"CORRAL_WORKERS_PER_GPU": "none"})
+        gpu_variables_of_ray({"CORRAL_WORKERS_PER_GPU": "none"})
