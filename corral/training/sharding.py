@@ -273,7 +273,8 @@ class ShardingLayout:
         """What this rank writes of a tensor into a file, where all ranks write: rows that it holds, each on one rank
         alone; or where a layer's matrices are cut the whole, which all ranks put together."""
         sharding, mesh = self.parameters[name], self.mesh
-        if not mesh.is_sharded or sharding.cut is not None:
+        # Other stages do not know which of their parameters are cut, and all ranks have to do the same.
+        if not mesh.is_sharded or sharding.cut is not None or {"pipeline", "tensor"} <= mesh.groups.keys():
             return self.gather(name, local, dtype)
         if local is None or mesh.rank_in("pipeline") != sharding.stages[0] or mesh.rank_in("tensor") > 0:
             return OwnRows(torch.empty(0, dtype=dtype), 0)

@@ -113,6 +113,7 @@ def test_files_are_the_same_whoever_writes_them(
     load_and_save(None, dtype, folder, one)
     team(3).run(load_and_save, MeshShape(shard=3), dtype, folder, three)
     team(3).run(load_and_save, MeshShape(pipeline=3), dtype, folder, tmp_path / "stages")
+    team(4).run(load_and_save, MeshShape(pipeline=2, tensor=2), dtype, folder, tmp_path / "cut stages")
     files = contents(folder)
     assert set(files) == {
         "config.json",
@@ -124,6 +125,7 @@ def test_files_are_the_same_whoever_writes_them(
     assert contents(one) == files
     assert contents(three) == files
     assert contents(tmp_path / "stages") == files
+    assert contents(tmp_path / "cut stages") == files
 
 
 def train_and_save_rounded(shape: MeshShape | None, folder: Path, offload: tuple[str, ...] = ()) -> None:
