@@ -238,11 +238,12 @@ def test_a_classifier_that_does_not_fit_is_refused_with_what_would(tmp_path: Pat
         make_plan(recipe, ModelShape.from_folder(tiny_model))
 
     apart = 'cluster.placement={"actor,rollout": 0, reward_model: 1-2}'
+    connected = "cluster.device_memory=0.33"  # with what NCCL takes
     with pytest.raises(RecipeError, match=r"without the reward model it would fit: give that devices of its own"):
-        plan()
+        plan(connected)
     with pytest.raises(RecipeError, match=r"device 1-2 \(reward_model\) needs .* `reward_model.shard: 2` would spread"):
         plan(apart)
-    plan(apart, "reward_model.shard=2")
+    plan(apart, "reward_model.shard=2", connected)
 
 
 @pytest.mark.slow

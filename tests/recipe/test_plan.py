@@ -274,7 +274,7 @@ def test_adapters_of_layers_that_llama_lacks_are_planned_with(load, target, is_t
     assert memory_of(recipe)[0]["gradients"]["train"] > 0 or not is_there
 
 
-def test_embeddings_of_layers_are_gathered_and_updated_as_a_whole(load):
+def test_embeddings_of_layers_are_gathered_as_a_whole_and_updated_in_parts(load):
     shape = replace(SMOLLM2_135M, layer_embeddings=10**10)
     recipe = load(
         "cluster.devices_per_node=2",
@@ -285,7 +285,7 @@ def test_embeddings_of_layers_are_gathered_and_updated_as_a_whole(load):
     (group,) = make_plan(recipe, shape).memory
     items = {item.name: item.bytes_by_phase["train"] for item in group.items if "train" in item.bytes_by_phase}
     assert items["gathered layers"] > 2 * 10**10
-    assert items["actor optimizer"] > 0.9 * 12 * 10**10 / 2
+    assert items["actor optimizer"] < 0.1 * 12 * 10**10 / 2
 
 
 def test_with_adapters_the_reference_is_no_model_of_its_own(load):
