@@ -32,8 +32,8 @@ MAX_TEMPLATE_BYTES = 1 << 20
 
 
 def default_device() -> torch.device:
-    """Returns this process's device, a GPU with its number: `torch.cuda.set_device` takes none without."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    """Returns this process's device, a GPU with its number: torch refuses one without in many places."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

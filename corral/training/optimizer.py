@@ -485,10 +485,10 @@ def total_norm(masters: list[MasterWeight], layout: ShardingLayout | None) -> Te
         norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)))
         return norm
     squares, stage = torch.zeros(2, dtype=torch.float64), layout.mesh.rank_in("pipeline")
-    counted = [(layout[master.name], master.gradient) for master in masters if layout[master.name].stages[0] == stage]
-    parts = [(int(sharding.cut is not None), gradient) for sharding, gradient in counted if gradient is not None]
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for _, gradient in parts]
-    for (kind, _), norm in zip(parts, torch.stack(norms).cpu() if norms else [], strict=True):  # waits once
+    held = [(layout[master.name], master.gradient) for master in masters if layout[master.name].stages[0] == stage]
+    counted = [(int(sharding.cut is not None), gradient) for sharding, gradient in held if gradient is not None]
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for _, gradient in counted]
+    for (kind, _), norm in zip(counted, torch.stack(norms).cpu() if norms else [], strict=True):  # waits once
         squares[kind] += norm**2
     squares = layout.mesh.sum_numbers(squares, "sharded")
     cut = layout.mesh.sum_numbers(squares[1:], "tensor")
@@ -496,4 +496,4 @@ def total_norm(masters: list[MasterWeight], layout: ShardingLayout | None) -> Te
     # NCCL adds in the order of each group's ring. Ranks that clip by another norm would drift apart.
     layout.mesh.copy_first_([norm], "copy")
     # On a GPU the update is one fused pass. Offloaded gradients are on the host, and so is theirs.
-    return norm.to(parts[0][1].device, torch.float32) if parts and parts[0][1].is_cuda else norm
+    return norm.to(counted[0][1].device, torch.float32) if counted and counted[0][1].is_cuda else norm
