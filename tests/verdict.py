@@ -46,6 +46,7 @@ class Verdict:
         """Whether they may be late, by their ids."""
         self.skipped: dict[str, str] = {}
         self.left_out = ""
+        self.commit, self.has_changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         name = without_group(report.nodeid)
@@ -76,18 +77,20 @@ class Verdict:
                 is_green = len(late) == len(self.failed)
                 lines += [f"late, and passed when it was repeated alone: {name}" for name in late]
         session.exitstatus = int(not is_green or bool(unlisted)) if session.exitstatus in (0, 1) else session.exitstatus
-        if session.exitstatus == pytest.ExitCode.OK and self.share is None:
-            lines.append(self._write_record(session.config, late))
+        if self.share is None and session.exitstatus in (0, 1):
+            lines.append(self._write_record(session, late))
         sys.stdout.write("\n".join(["", *filter(None, [self.left_out]), *lines, ""]))
 
-    def _write_record(self, config: pytest.Config, late: list[str]) -> str:
-        option = config.option
+    def _write_record(self, session: pytest.Session, late: list[str]) -> str:
+        config, option = session.config, session.config.option
         if config.args_source != pytest.Config.ArgsSource.TESTPATHS or option.keyword or option.markexpr or option.lf:
             return "no record is written: not everything was run"
-        if git("status", "--porcelain", "--untracked-files=no"):
-            return "no record is written: the tree has changes that are not committed"
+        write_costs(self.costs)
+        if session.exitstatus != pytest.ExitCode.OK or self.has_changes:
+            why = "the tree had changes that are not committed" if self.has_changes else "not everything passed"
+            return f"tests/costs.json is written, and no record: {why}"
         record = {
-            "commit": git("rev-parse", "HEAD"),
+            "commit": self.commit,
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
             "passed": self.counts["passed"] + len(late),
             "skipped": len(self.skipped),
@@ -95,7 +98,6 @@ class Verdict:
             "cpu_s_of_slow_tests": round(sum(self.costs.values())),
             "late": late,
         }
-        write_costs(self.costs)
         LAST_FULL.write_text(json.dumps(record, indent=1) + "\n")
         return "tests/costs.json and .ci/last-full are written: commit them"
 
