@@ -173,7 +173,10 @@ class ProcessMesh:
 
         def add_other(flat: Tensor, group: dist.ProcessGroup) -> None:
             received = torch.empty_like(flat)
-            exchange([(dist.isend, flat, other), (dist.irecv, received, other)], group)
+            # In one call: one after the other, two ranks that send to each other would wait forever.
+            ends = [(dist.isend, flat), (dist.irecv, received)]
+            for work in dist.batch_isend_irecv([dist.P2POp(*end, group=group, group_peer=other) for end in ends]):
+                work.wait()
             flat += received
 
         self._in_buckets(tensors, dimension, add_other)
@@ -207,12 +210,3 @@ class ProcessMesh:
             collective(flat)
             for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
                 tensor.copy_(part.view_as(tensor))
-
-
-def exchange(operations: Sequence[tuple[Callable[..., Any], Tensor, int]], group: dist.ProcessGroup) -> None:
-    """Sends (`dist.isend`) and receives (`dist.irecv`) tensors to and from ranks of a group, all at the same time: one
-    after the other, two ranks that send to each other would wait forever."""
-    if operations:
-        batch = [dist.P2POp(one, tensor, group=group, group_peer=peer) for one, tensor, peer in operations]
-        for work in dist.batch_isend_irecv(batch):
-            work.wait()

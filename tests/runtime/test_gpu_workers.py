@@ -22,6 +22,7 @@ from corral.recipe.mesh import MeshShape
 from corral.rollout.native_engine import NativeEngine
 from corral.rollout.process_engine import engine_environment
 from corral.runtime import transfer_channels
+from corral.runtime.group import CallTimeout
 from corral.runtime.model_workers import ActorWorker, TrainerGroup, mesh_of_worker
 from corral.runtime.network import INTERFACE_VARIABLES
 from corral.runtime.nodes import Node, NodeFacts, gpu_variables_of_ray
@@ -154,29 +155,52 @@ def test_roles_of_a_worker_have_one_set_of_groups() -> None:
     assert mesh_of_worker(context, MeshShape()) is context_mesh
 
 
-def set_up_of_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **variables: str) -> WorkerSetup:
-    """What a worker on one of four GPUs of a node with 32 cores and `eth1` to `eth17` is told."""
-    for name in INTERFACE_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    told: list[WorkerSetup] = []
+def runtime_of_four_gpus(tmp_path: Path, told: list[WorkerSetup]) -> RayRuntime:
+    """On a node with 32 cores and `eth1` to `eth17`. `told`: what workers are."""
     runtime = RayRuntime(load_recipe(RECIPES / "quickstart.yaml"), tmp_path, "", DebuggerOptions())
     runtime.resource, runtime.sets = "GPU", [DeviceSet(("actor",), (0, 1, 2, 3), True)]
+    runtime.cluster = runtime.cluster.model_copy(update={"start_timeout_s": 0.2})
     facts = NodeFacts("python", "shim", 32, "eth1", tmp_path, sees_logs=True, debugger=None)
     node = Node(0, "id", "10.0.0.1", "h1", devices=(0, 1, 2, 3))
     node.facts = facts
-
-    async def in_time(*_: Any, **__: Any) -> None: ...
-
-    monkeypatch.setattr(runtime, "_in_time", in_time)
-    monkeypatch.setattr("corral.runtime.ray_runtime.own_folder", Path.cwd)
     actor = SimpleNamespace(set_up=SimpleNamespace(remote=told.append))
     for number in range(4):
         process = ActorProcess("", actor, None, 1, [str(number)])
         runtime.devices[number] = DeviceSlot(number, node, process, tmp_path / "log")
+    return runtime
+
+
+def set_up_of_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **variables: str) -> WorkerSetup:
+    for name in INTERFACE_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    async def in_time(*_: Any, **__: Any) -> None: ...
+
+    told: list[WorkerSetup] = []
+    runtime = runtime_of_four_gpus(tmp_path, told)
+    monkeypatch.setattr(runtime, "_in_time", in_time)
+    monkeypatch.setattr("corral.runtime.ray_runtime.own_folder", Path.cwd)
     asyncio.run(runtime._set_up(runtime.devices[2]))
     return told[0]
+
+
+def test_who_does_not_connect_is_named_with_node_and_interface(tmp_path: Path) -> None:
+    runtime = runtime_of_four_gpus(tmp_path, [])
+
+    class Firewalled:
+        names = tuple(map(str, runtime.devices.values()))
+
+        async def one(self, rank: int, method: Any, *_: Any, timeout_s: float | None = None) -> str:
+            if method is Worker.join_world and rank == 3:
+                await asyncio.Event().wait()
+            return "10.0.0.1:1234"
+
+    group: Any = Firewalled()
+    message = "did not all connect to 10.0.0.1:1234 .* device 3 on h1 .* they use eth1 on h1"
+    with pytest.raises(CallTimeout, match=message):
+        asyncio.run(runtime._meet(runtime.sets[0], group, Worker.join_world, MeshShape(shard=4), range(4)))
 
 
 def test_gpu_workers_share_their_nodes_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
