@@ -336,7 +336,8 @@ class _NativeTrainer:
         kinds = {
             (name, key): (dtypes.get(key, torch.float32), torch.Size() if key == "step" else self.layout[name].shape)
             for name in self.layout.parameters
-            for key in keys.get(name, ())
+            for key in OPTIMIZER_KEYS  # in this order on all ranks: states that were loaded are in any
+            if key in keys.get(name, ())
         }
 
         put = self.layout.to_write if all_write(self.mesh, writers) else self.layout.gather

@@ -270,25 +270,29 @@ class ShardingLayout:
         return self.gather(name, None if parameter is None else local_tensor(parameter).to(dtype), dtype)
 
     def to_write(self, name: str, local: Tensor | None, dtype: torch.dtype) -> Tensor | OwnRows:
-        """What this rank writes of a tensor into a file, where all ranks write: rows that it holds, each on one rank
-        alone; or where a layer's matrices are cut the whole, which all ranks put together."""
+        """What this rank writes of a tensor into a file, where all ranks write: rows, each on one rank alone. A rank
+        has its rows already, but for matrices that are cut, which the ranks of their stage put together. No stage waits
+        for another one: what is cut in a layer is known to the stage that has it, and to no other."""
         sharding, mesh = self.parameters[name], self.mesh
-        # Other stages do not know which of their parameters are cut, and all ranks have to do the same.
-        if not mesh.is_sharded or sharding.cut is not None or {"pipeline", "tensor"} <= mesh.groups.keys():
+        if not mesh.is_sharded:
             return self.gather(name, local, dtype)
-        if local is None or mesh.rank_in("pipeline") != sharding.stages[0] or mesh.rank_in("tensor") > 0:
+        if local is None or mesh.rank_in("pipeline") != sharding.stages[0]:
             return OwnRows(torch.empty(0, dtype=dtype), 0)
-        group, num_rows = self._shard_group(sharding), sharding.shape[0]
-        start = 0
-        if sharding.by_expert:
-            num_rows //= mesh.size_of("expert")
-            start = mesh.rank_in("expert") * num_rows
-        start += group.rank() * -(-num_rows // group.size())
-        if mesh.replicas is not None:  # the same rows are on a rank of each copy
-            step = -(-len(local) // mesh.replicas.num_copies)
-            first = min(len(local), mesh.replicas.copy * step)
-            local, start = local[first : first + step], start + first
-        return OwnRows(local, start * sharding.shape[1:].numel() * dtype.itemsize)
+        if sharding.cut is not None:
+            rows, start = self._gather_in_stage(sharding, local), 0
+            rank, size = mesh.rank % mesh.shape.stage_size, mesh.shape.stage_size
+        else:
+            group, num_rows, start = self._shard_group(sharding), sharding.shape[0], 0
+            if sharding.by_expert:
+                num_rows //= mesh.size_of("expert")
+                start = mesh.rank_in("expert") * num_rows
+            rows, start = local, start + group.rank() * -(-num_rows // group.size())
+            rank, size = (0, 1) if mesh.replicas is None else (mesh.replicas.copy, mesh.replicas.num_copies)
+            if mesh.rank_in("tensor") > 0:  # the first one has the same
+                rows = rows[:0]
+        step = -(-len(rows) // size)  # of `size` ranks that have these rows each writes a part
+        first = min(len(rows), rank * step)
+        return OwnRows(rows[first : first + step], (start + first) * sharding.shape[1:].numel() * dtype.itemsize)
 
     def shard(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor."""
