@@ -3,7 +3,7 @@
     python benchmarks/meshes_on_one_gpu.py [--only shard4,killed-trainer] [--at-once 4] [--steps 14] [--out FOLDER]
 
 NCCL takes the workers for different hosts, which talk over loopback (`CORRAL_WORKERS_PER_GPU`). So this shows NCCL's
-order of calls, its streams and its errors, not NVLink, InfiniBand or speed. Without a GPU workers are on CPUs, with gloo.
+order of calls, its streams and its errors, not NVLink, InfiniBand or speed. Without a GPU they are on CPUs, with gloo.
 """
 
 import argparse
