@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Collection
@@ -72,7 +73,8 @@ class Team:
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(TIMEOUT_S):
                 for process in self.processes:
-                    os.kill(process.pid, signal.SIGUSR1)
+                    if process.is_alive():
+                        os.kill(process.pid, signal.SIGUSR1)
                 time.sleep(1)  # they write where they are
                 self.close()
                 raise TimeoutError(f"rank {rank} hangs in {function.__name__}{arguments}; others said {answers}")
@@ -103,7 +105,7 @@ class Failure:
 
 def serve(pipe: Connection, address: str | None, rank: int, size: int) -> None:
     torch.set_num_threads(1)
-    faulthandler.register(signal.SIGUSR1)
+    faulthandler.register(signal.SIGUSR1, sys.__stderr__)
     os.environ["RANK"] = str(rank)
     if DEVICE.type == "cuda":
         os.environ |= HOSTS_OF_THEIR_OWN | {"NCCL_HOSTID": f"host of rank {rank}"}

@@ -114,7 +114,9 @@ def transfer_twice(rendezvous: str, num_senders: int) -> list[str]:
     found = [join(rendezvous, 4, num_senders)]
     for _ in range(2):
         found.append(transfer(num_senders, lambda number: gathered_by(trainers, number)))
-        dist.all_reduce(torch.ones(1, device=DEVICE))  # all have received it
+        one = torch.ones(1, device=DEVICE)
+        dist.all_reduce(one)
+        assert int(one) == 4, "all have received it"
         KEPT["channel"].release()
     return found
 
