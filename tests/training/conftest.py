@@ -42,7 +42,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if DEVICE_NAME is None:
+    if DEVICE_NAME is None or terminalreporter.config.option.collectonly:
         return
     gpu = torch.cuda.get_device_name(DEVICE) if DEVICE.type == "cuda" else "no GPU"
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if DEVICE.type == "cuda" else "no"

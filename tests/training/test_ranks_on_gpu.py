@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deadlines import within
 from sharded_cases import backward, build_model, deviation, own_packs, policy_of, weights_of
 from team import DEVICE, Team, on_gpu_only
 from torch import Tensor
 from trajectories import small_batch
 
+from corral.model.model_parallel import all_gather
 from corral.recipe.errors import RunError
 from corral.recipe.mesh import MeshShape
 from corral.runtime.transfer_channels import CollectiveChannel
@@ -103,9 +105,7 @@ def transfer(num_senders: int, gather: Callable[[int], Tensor], dies: int = -1) 
 
 def gathered_by(group: dist.ProcessGroup, number: int) -> Tensor:
     part = torch.full((SIZES[number] // group.size(),), float(number), device=DEVICE)
-    whole = part.new_empty(SIZES[number])
-    dist.all_gather_into_tensor(whole, part, group=group)
-    return whole
+    return all_gather(part, group)
 
 
 def transfer_twice(rendezvous: str, num_senders: int) -> list[str]:
@@ -173,7 +173,7 @@ def test_a_receiver_that_never_comes_is_waited_for_no_longer_than_the_limit(team
     rendezvous = ranks.run(open_channel, 2)[0]
     (error, took_s), _ = ranks.run(join_alone, rendezvous)
     assert "not all of 2 processes joined" in error
-    assert took_s < TIMEOUT_S + 5
+    assert took_s < TIMEOUT_S + within(10)
     rendezvous = ranks.run(open_channel, 2)[0]  # it does come in the end
     assert ranks.run(join, rendezvous, 2) == ["", ""]
     assert ranks.run(transfer_slowly, 0.0, -1) == ["", ""]
