@@ -22,6 +22,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadgroup
 # five times as long (tests/deadlines.py).
 VERDICT := CORRAL_TEST_PATIENCE=5 $(PYTEST) -n 2 --verdict
 
+GPU_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+GPU_TESTS := $(addprefix tests/training/test_, sharded_training.py sharded_checkpoint.py copies.py loading_by_shard.py \
+  fused_training.py ranks_on_gpu.py)
+
 # Hundreds of processes import Corral. With this variable, which some machines set, each would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -43,6 +47,13 @@ test: .venv/.installed-dev  ## install, then run the tests that need no root and
 
 test-all: .venv/.installed-dev  ## all tests: long runs, clusters of namespaces, Slurm, containers (needs root; an hour)
 	$(VERDICT) $(ARGS)
+
+.PHONY: test-gpu
+test-gpu:  ## trainers and transfers on up to 8 NCCL ranks that share one GPU, and a table (10 minutes); nothing is installed
+	@# Needs torch with CUDA, Corral's dependencies, pytest, pytest-xdist and hypothesis: in .venv, else in $(PYTHON).
+	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
+	  echo "error: make test-gpu needs a GPU, and the torch of $(GPU_PYTHON) sees none" >&2; exit 1; }
+	CORRAL_TEST_DEVICE=cuda:0 OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -p no:cacheprovider -m gpu $(GPU_TESTS) $(ARGS)
 
 .PHONY: mutate
 mutate: .venv/.installed-dev  ## break the code in known places, and see which fast test notices (ROOM=data: corral/data)

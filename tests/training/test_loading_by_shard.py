@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from sharded_cases import CPU, mesh_of
-from team import Team, own_memory
+from sharded_cases import mesh_of
+from team import DEVICE, Team, own_memory
 from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from corral.model.model_loading import load_model, load_to_shard
@@ -118,7 +118,7 @@ KEPT: list[object] = []
 def load_and_shard(folder: Path, dtype: str, trained: bool, shape: MeshShape) -> None:
     mesh = mesh_of(shape)
     assert mesh is not None
-    model = load_to_shard(Model(path=str(folder), dtype=dtype), CPU)
+    model = load_to_shard(Model(path=str(folder), dtype=dtype), DEVICE)
     sharded = ShardedModel(model, model, mesh, trained=trained, offload=False, in_float32=[])
     KEPT[:] = [sharded]
 
@@ -197,7 +197,7 @@ def write_optimizer(config: PretrainedConfig, folder: Path) -> None:
 def resume(folder: Path, shape: MeshShape) -> float:
     """-> part of the optimizer's files that this rank has read: whose pages are in its map of them"""
     mesh = mesh_of(shape)
-    model = load_to_shard(Model(path=str(folder), dtype="float32"), CPU)
+    model = load_to_shard(Model(path=str(folder), dtype="float32"), DEVICE)
     optimizer = Optimizer(learning_rate=1e-2)
     trainer = NativePolicyTrainer(model, temperature=1.0, optimizer=optimizer, total_updates=3, mesh=mesh)
     assert trainer.optimizer is not None
@@ -255,10 +255,10 @@ def test_a_rank_resumes_with_its_part_of_weights_and_optimizer(
 
 
 def weights_after_loading(folder: Path, dtype: str, trained: bool, shape: MeshShape) -> dict[str, torch.Tensor]:
-    model = load_to_shard(Model(path=str(folder), dtype=dtype), CPU)
+    model = load_to_shard(Model(path=str(folder), dtype=dtype), DEVICE)
     optimizer = Optimizer(learning_rate=1e-2) if trained else None
     trainer = NativePolicyTrainer(model, temperature=1.0, optimizer=optimizer, total_updates=3, mesh=mesh_of(shape))
-    return {name: weight.clone() for name, weight in trainer.weights()}
+    return {name: weight.cpu().clone() for name, weight in trainer.weights()}
 
 
 SMALL = {
@@ -282,6 +282,7 @@ PARTS = [
 WAYS = list(product([torch.bfloat16, torch.float32], ["bfloat16", "float32"], [True, False]))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("config", "shape", "stored", "dtype", "trained"),
     # Each with one way to load it and the opposite one, so that each way is that of two of them.
@@ -302,8 +303,8 @@ def test_the_parts_are_those_of_the_whole_model(
     trained: bool,
 ) -> None:
     write_model(config, stored, tmp_path)
-    whole = dict(load_model(Model(path=str(tmp_path), dtype=dtype), CPU).named_parameters())
+    whole = dict(load_model(Model(path=str(tmp_path), dtype=dtype), DEVICE).named_parameters())
     for weights in team(2).run(weights_after_loading, tmp_path, dtype, trained, shape):
         assert weights.keys() == whole.keys()
         for name, weight in weights.items():
-            torch.testing.assert_close(weight, whole[name].detach(), rtol=0, atol=0, msg=name)
+            torch.testing.assert_close(weight, whole[name].detach().cpu(), rtol=0, atol=0, msg=name)
