@@ -267,19 +267,6 @@ def test_one_success_in_four(name: str, expected: list[float]) -> None:
     assert estimate(name, outcome_batch([1, 0, 0, 0])).advantages.tolist() == pytest.approx(expected, abs=1e-12)
 
 
-def test_gae_skips_a_token_that_was_not_generated() -> None:
-    batch = RewardedBatch(
-        token_rewards=torch.tensor([0.0, 0.0, 1.0]),
-        mask=torch.tensor([True, False, True]),
-        offsets=torch.tensor([0, 3]),
-        groups=torch.tensor([0]),
-        values=torch.tensor([0.5, 0.4, 0.3]),
-    )
-    result = estimate("gae", batch)
-    assert result.returns.tolist() == pytest.approx([0.5 + 0.5, 0.0, 0.7 + 0.3])
-    assert result.advantages.tolist() == pytest.approx([-math.sqrt(0.5), 0.0, math.sqrt(0.5)], abs=1e-5)
-
-
 @pytest.mark.parametrize("name", COMPARING)
 def test_a_sample_alone_in_its_group_teaches_nothing(name: str) -> None:
     advantages = estimate(name, outcome_batch([1.0, 1.0, 0.0], [5, 7, 7])).advantages
@@ -292,11 +279,6 @@ def test_equal_rewards_teach_exactly_nothing(name: str) -> None:
     batch = outcome_batch([0.1] * 7)
     batch = replace(batch, token_rewards=batch.token_rewards.float())
     assert estimate(name, batch).advantages.abs().max() == 0
-
-
-def test_gpg_counts_only_samples_of_groups_that_differ() -> None:
-    advantages = estimate("gpg", outcome_batch([1, 0, 1, 1], [0, 0, 1, 1])).advantages
-    assert advantages.tolist() == [1.0, -1.0, 0.0, 0.0]
 
 
 def test_whitening_a_single_token_is_refused() -> None:
