@@ -63,12 +63,6 @@ def test_weights_and_metrics_match_lists(name: str, level: str | None, batch: Ra
     )
 
 
-def test_truncation_of_a_known_ratio() -> None:
-    columns = torch.tensor([0.0]), torch.tensor([-1.0])
-    result = correction_weights(part("token_tis", cap=2.0), *columns, torch.tensor([True]), torch.tensor([0, 1]))
-    assert result.weights.tolist() == [2.0]
-
-
 @quick
 @given(ratio=st.floats(0.2, 4.0))
 def test_bounds_are_on_train_over_engine(ratio: float) -> None:
