@@ -211,26 +211,26 @@ def per_token(batch: Ragged, turns: list[Turn], numbers: list[float]) -> Rows:
     return rows
 
 
+def with_turns(batch: Ragged, random: Random) -> RewardedBatch:
+    starts = batch.offsets.tolist()
+    turns = [(starts[row] + places[-1], row, state) for row, places, state in turns_of(batch, random)]
+    columns = torch.tensor(turns, dtype=torch.int64).reshape(-1, 3).unbind(1)
+    return replace(rewarded_batch(batch, batch.poisoned()), turns=Turns(*(column.contiguous() for column in columns)))
+
+
 @pytest.mark.parametrize("name", ["turn_grpo", "gigpo"])
 @quick
 @given(batch=rewarded, gamma=st.sampled_from([1.0, 0.9]), seed=st.integers(0, 2**32))
 def test_turns_are_compared_with_their_peers(name: str, batch: Ragged, gamma: float, seed: int) -> None:
-    turns = turns_of(batch, Random(seed))
-    starts = batch.offsets.tolist()
-    ends, rows, states = (
-        [t[i] for t in [(starts[row] + places[-1], row, state) for row, places, state in turns]] for i in range(3)
-    )
-    tensors = replace(
-        rewarded_batch(batch, batch.poisoned()),
-        turns=Turns(*(torch.tensor(column, dtype=torch.int64) for column in (ends, rows, states))),
-    )
+    turns, tensors = turns_of(batch, Random(seed)), with_turns(batch, Random(seed))
+    rows = [row for row, _, _ in turns]
     place = [sum(1 for earlier in rows[:i] if earlier == row) for i, row in enumerate(rows)]
     if name == "turn_grpo":
         result = estimate(name, tensors, turn_gamma=gamma)
         advantages, returns = turn_reference(batch, turns, gamma, lambda i: place[i])
     else:
         result = estimate(name, tensors, turn_gamma=gamma, turn_weight=0.5)
-        by_state, returns = turn_reference(batch, turns, gamma, lambda i: states[i])
+        by_state, returns = turn_reference(batch, turns, gamma, lambda i: turns[i][2])
         whole = batch.spread(REFERENCES["grpo"](batch, 1.0, 1.0)[0])
         advantages = [[a + 0.5 * s for a, s in zip(*pair, strict=True)] for pair in zip(whole, by_state, strict=True)]
     assert_rows(result.advantages, advantages, 1e-7)
@@ -313,13 +313,6 @@ def test_gae_is_fast_on_a_large_batch() -> None:
 
 
 # --- an estimator sees what it declared
-
-
-def with_turns(batch: Ragged, random: Random) -> RewardedBatch:
-    starts = batch.offsets.tolist()
-    turns = [(starts[row] + places[-1], row, state) for row, places, state in turns_of(batch, random)]
-    columns = torch.tensor(turns, dtype=torch.int64).reshape(-1, 3).unbind(1)
-    return replace(rewarded_batch(batch, batch.poisoned()), turns=Turns(*(column.contiguous() for column in columns)))
 
 
 @pytest.mark.parametrize("name", [name for name, declared in ADVANTAGES.items() if not declared.needs.whole_batch])
