@@ -112,14 +112,20 @@ assert "torch" not in sys.modules
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=within(60))
 
 
-@pytest.mark.parametrize(("name", "folders"), [("wandb", "offline-run-*"), ("swanlab", "run-*")])
-def test_a_tracker_of_runs_goes_on_with_the_same_run(tmp_path: Path, name: str, folders: str) -> None:
+def check_it_goes_on_with_the_same_run(name: str, runs: Path, folders: str) -> None:
     pytest.importorskip(name)
-    state = track(name, tmp_path, range(1, 4))
-    assert track(name, tmp_path, range(4, 6), state) == state
-    runs = list((tmp_path / "run" / "logs" / name).glob(folders))
-    assert runs
-    assert all(run.name.endswith(state[name]["id"]) for run in runs)
+    state = track(name, runs, range(1, 4))
+    assert track(name, runs, range(3, 5), state) == state
+    written = list((runs / "run" / "logs" / name).glob(folders))
+    assert all(run.name.endswith(state[name]["id"]) for run in written)
+
+
+def test_wandb_goes_on_with_the_same_run(tmp_path: Path) -> None:
+    check_it_goes_on_with_the_same_run("wandb", tmp_path, "offline-run-*")
+
+
+def test_swanlab_goes_on_with_the_same_run(tmp_path: Path) -> None:
+    check_it_goes_on_with_the_same_run("swanlab", tmp_path, "run-*")
 
 
 def test_wandb_gets_tables_histograms_and_the_recipe(tmp_path: Path) -> None:
