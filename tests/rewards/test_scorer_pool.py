@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from deadlines import within
 
@@ -269,7 +270,7 @@ asyncio.run(pool.score("x", Row([], {str(note)!r}, "", {{}})))
     try:
         assert wait_until(lambda: note.exists() and len(note.read_text().split()) == 2)
         worker, grandchild = map(int, note.read_text().split())
-        workers = [child for child in children_of(run.pid) if is_running(child)]
+        workers = [child.pid for child in psutil.Process(run.pid).children() if is_running(child.pid)]
         assert worker in workers
         assert len(workers) == 2
     finally:
@@ -277,11 +278,6 @@ asyncio.run(pool.score("x", Row([], {str(note)!r}, "", {{}})))
         run.wait()
     assert wait_until(lambda: not any(is_running(child) for child in workers))
     os.kill(grandchild, signal.SIGKILL)
-
-
-def children_of(process_id: int) -> list[int]:
-    tasks = Path(f"/proc/{process_id}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
 @pytest.mark.parametrize(
