@@ -1,18 +1,12 @@
 """The pages that add a loss and an environment, done as they say."""
 
-import json
 from pathlib import Path
 
 import pytest
 from guide_commands import files_of, run
 from guides import block
 
-
-def rewards_of(folder: Path) -> list[float]:
-    [metrics] = (folder / "runs").glob("*/metrics.jsonl")
-    return [
-        row["reward/mean"] for line in metrics.read_text().splitlines() if "reward/mean" in (row := json.loads(line))
-    ]
+from corral.observe.run_files import read_metrics
 
 
 def test_an_environment_is_one_file(tmp_path: Path) -> None:
@@ -24,4 +18,5 @@ def test_an_environment_is_one_file(tmp_path: Path) -> None:
 def test_a_model_is_trained_in_that_environment(tmp_path: Path) -> None:
     files_of("contributing-an-environment.md", tmp_path)
     run(tmp_path, block("contribute-env-train"))
-    assert len(rewards_of(tmp_path)) == 3
+    [metrics] = (tmp_path / "runs").glob("*/metrics.jsonl")
+    assert sum("reward/mean" in row for row in read_metrics(metrics)) == 3
