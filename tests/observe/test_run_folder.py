@@ -31,11 +31,6 @@ time.sleep(60)
 """
 
 
-def make_run(runs: Path, name: str) -> None:
-    with RunFolder.open(runs, name, "auto") as folder:
-        folder.metrics.write_text('{"step": 1}\n')
-
-
 def test_a_new_run_has_every_subfolder(tmp_path: Path) -> None:
     with RunFolder.open(tmp_path / "runs", "run", "auto") as folder:
         assert folder.path == tmp_path / "runs" / "run"
@@ -57,7 +52,8 @@ def test_a_run_goes_on_in_its_folder_or_takes_another_one(
     tmp_path: Path, earlier: list[str], resume: str, name: str
 ) -> None:
     for run in earlier:
-        make_run(tmp_path, run)
+        with RunFolder.open(tmp_path, run, "auto") as folder:
+            folder.metrics.write_text('{"step": 1}\n')
     with RunFolder.open(tmp_path, "run", resume.format(runs=tmp_path)) as folder:
         assert folder.name == name
         assert folder.holds_run == (name == "run")
