@@ -281,11 +281,6 @@ def test_equal_rewards_teach_exactly_nothing(name: str) -> None:
     assert estimate(name, batch).advantages.abs().max() == 0
 
 
-def test_whitening_a_single_token_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 2 generated tokens"):
-        estimate("reinforce_plus_plus", outcome_batch([1.0]))
-
-
 def test_what_an_estimator_needs_is_asked_for() -> None:
     batch = outcome_batch([1.0, 0.0])
     with pytest.raises(ValueError, match="critic"):
