@@ -36,12 +36,6 @@ def test_estimators_match_their_formulas_in_value_and_gradient(estimator: str, x
     assert gradient.tolist() == pytest.approx([slow(d, estimator)[1] for d in x], abs=1e-9)
 
 
-def test_k3_of_a_known_difference() -> None:
-    assert float(kl_penalty(with_options(KL_ESTIMATORS["k3"]), torch.tensor(0.1), torch.tensor(0.0))) == pytest.approx(
-        0.004837, abs=1e-6
-    )
-
-
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 def test_equal_policies_have_a_kl_of_exactly_zero(estimator: str) -> None:
     logprobs = torch.tensor([-0.3, -7.0])
@@ -55,16 +49,11 @@ def test_the_fixed_coefficient_never_moves() -> None:
     assert controller.coefficient == 0.1
 
 
-def test_the_adaptive_coefficient_follows_the_kl_in_bounded_steps() -> None:
+@pytest.mark.parametrize(("kl", "relative_error"), [(6.6, 0.1), (100.0, 0.2), (0.0, -0.2)])
+def test_the_adaptive_coefficient_follows_the_kl_in_bounded_steps(kl: float, relative_error: float) -> None:
     controller = AdaptiveKL(0.1, AdaptiveKLOptions(target=6.0, horizon=1000))
-    controller.update(kl=6.6, num_sequences=100)
-    assert controller.coefficient == pytest.approx(0.1 * (1 + 0.1 * 0.1))
-    controller = AdaptiveKL(0.1, AdaptiveKLOptions(target=6.0, horizon=1000))
-    controller.update(kl=100.0, num_sequences=100)
-    assert controller.coefficient == pytest.approx(0.1 * (1 + 0.2 * 0.1))
-    controller = AdaptiveKL(0.1, AdaptiveKLOptions(target=6.0, horizon=1000))
-    controller.update(kl=0.0, num_sequences=100)
-    assert controller.coefficient == pytest.approx(0.1 * (1 - 0.2 * 0.1))
+    controller.update(kl, num_sequences=100)
+    assert controller.coefficient == pytest.approx(0.1 * (1 + relative_error * 0.1))
 
 
 @quick

@@ -34,6 +34,24 @@ def loss_with_options(name: str, terms: PolicyTerms) -> TokenLoss:
     return loss_of(name, terms, **{option: value for option, value in OPTIONS.items() if option in known})
 
 
+def terms_of(new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, *offsets: int) -> PolicyTerms:
+    """Of tokens that were all generated."""
+    return PolicyTerms(new, old, advantages, torch.ones(len(new), dtype=torch.bool), torch.tensor(offsets))
+
+
+def slopes(slow: Callable[[Rows], float], new: Rows, step: float = 1e-6) -> Rows:
+    """The gradient of a function of rows, by differences."""
+
+    def moved(i: int, t: int, by: float) -> float:
+        rows = [list(row) for row in new]
+        rows[i][t] += by
+        return slow(rows)
+
+    return [
+        [(moved(i, t, step) - moved(i, t, -step)) / (2 * step) for t in range(len(row))] for i, row in enumerate(new)
+    ]
+
+
 def clip(x: float, low: float, high: float) -> float:
     return min(max(x, low), high)
 
@@ -168,12 +186,6 @@ def test_sequence_losses_and_gradients_match_the_papers_formula(name: str, batch
         ]
         return mean(losses)
 
-    def slope(i: int, t: int, step: float = 1e-6) -> float:
-        up, down = ([list(row) for row in new] for _ in range(2))
-        up[i][t] += step
-        down[i][t] -= step
-        return (slow(up) - slow(down)) / (2 * step)
-
     tensors = batch.tensors()
     tensors[0].requires_grad_()
     terms = PolicyTerms(*tensors, batch.mask, batch.offsets)
@@ -186,8 +198,7 @@ def test_sequence_losses_and_gradients_match_the_papers_formula(name: str, batch
     )
     assert float(loss.detach()) == pytest.approx(slow(new), abs=1e-9)
     (gradient,) = torch.autograd.grad(loss, tensors[0])
-    slopes = [[slope(i, t) for t in range(len(row))] for i, row in enumerate(new)]
-    assert_rows(gradient, batch.spread(slopes), 1e-6)
+    assert_rows(gradient, batch.spread(slopes(slow, new)), 1e-6)
 
 
 # Losses of pairs: of the log-probs of both answers' tokens, new and of the reference -> the pair's loss.
@@ -232,12 +243,6 @@ def test_losses_of_pairs_and_their_gradients_match_the_papers_formula(name: str,
             found.append(PAIR_LOSSES[name](new[chosen], reference[chosen], new[rejected], reference[rejected]))
         return found
 
-    def slope(i: int, t: int, step: float = 1e-6) -> float:
-        up, down = ([list(row) for row in new] for _ in range(2))
-        up[i][t] += step
-        down[i][t] -= step
-        return (mean(slow(up)) - mean(slow(down))) / (2 * step)
-
     tensors = batch.tensors()
     tensors[0].requires_grad_()
     result = loss_with_options(name, in_pairs(PolicyTerms(*tensors, batch.mask, batch.offsets)))
@@ -246,13 +251,13 @@ def test_losses_of_pairs_and_their_gradients_match_the_papers_formula(name: str,
     assert float(loss.detach()) == pytest.approx(mean(slow(new)), abs=1e-9)
     assert float(result.pair_sums["loss"]) == pytest.approx(sum(slow(new)), abs=1e-9)
     (gradient,) = torch.autograd.grad(loss, tensors[0])
-    assert_rows(gradient, batch.spread([[slope(i, t) for t in range(len(row))] for i, row in enumerate(new)]), 1e-6)
+    assert_rows(gradient, batch.spread(slopes(lambda rows: mean(slow(rows)), new)), 1e-6)
 
 
 def test_what_is_reported_of_pairs_are_implicit_rewards_and_who_is_ahead() -> None:
     """Three pairs of answers of one token: one is ahead by 2 nats, one behind by 1, one a tie."""
     new, reference = torch.tensor([-1.0, -3, -2, -1, -1, -1]), torch.tensor([-2.0, -2, -2, -2, -1, -1])
-    terms = PolicyTerms(new, reference, new, torch.ones(6, dtype=torch.bool), torch.arange(7))
+    terms = terms_of(new, reference, new, *range(7))
     found = loss_of("dpo", in_pairs(replace(terms, logprobs=new[[0, 1, 3, 2, 4, 5]])), beta=0.5).pair_sums
     assert {name: float(value) for name, value in found.items() if name != "loss"} == pytest.approx(
         {
@@ -314,10 +319,7 @@ def test_ratio_and_kl_metrics_match_lists(name: str, batch: Ragged) -> None:
 def test_before_the_first_update_every_gradient_is_the_policy_gradient(name: str) -> None:
     logprobs = torch.tensor([-1.0, -2.0, -0.5, -0.1], requires_grad=True)
     advantages = torch.tensor([2.0, 2.0, -1.0, -1.0])
-    terms = PolicyTerms(
-        logprobs, logprobs.detach(), advantages, torch.ones(4, dtype=torch.bool), torch.tensor([0, 2, 4])
-    )
-    result = loss_of(name, terms)
+    result = loss_of(name, terms_of(logprobs, logprobs.detach(), advantages, 0, 2, 4))
     (gradient,) = torch.autograd.grad(result.loss.sum(), logprobs)
     torch.testing.assert_close(gradient, -advantages)
     assert result.maxima["ratio_deviation"] == 0
@@ -337,10 +339,8 @@ def test_the_loss_of_rows_is_the_negative_log_prob_whatever_the_advantage() -> N
 
 
 def one_token(log_ratio: float, advantage: float, dual_clip: float | None) -> float:
-    column = torch.tensor([log_ratio]), torch.zeros(1), torch.tensor([advantage])
-    return float(
-        loss_of("ppo", PolicyTerms(*column, torch.tensor([True]), torch.tensor([0, 1])), dual_clip=dual_clip).loss
-    )
+    terms = terms_of(torch.tensor([log_ratio]), torch.zeros(1), torch.tensor([advantage]), 0, 1)
+    return float(loss_of("ppo", terms, dual_clip=dual_clip).loss)
 
 
 def test_dual_clip_bounds_the_loss_of_a_bad_token_that_became_likely() -> None:
@@ -351,13 +351,7 @@ def test_dual_clip_bounds_the_loss_of_a_bad_token_that_became_likely() -> None:
 def test_extreme_log_ratios_stay_finite() -> None:
     for name in LOSSES:
         new = torch.tensor([-1e-9, -500.0], requires_grad=True)
-        terms = PolicyTerms(
-            new,
-            torch.tensor([-500.0, 0.0]),
-            torch.tensor([-1.0, 1.0]),
-            torch.tensor([True, True]),
-            torch.tensor([0, 1, 2]),
-        )
+        terms = terms_of(new, torch.tensor([-500.0, 0.0]), torch.tensor([-1.0, 1.0]), 0, 1, 2)
         result = loss_of(name, in_pairs(terms))
         (gradient,) = torch.autograd.grad(result.loss.sum(), new)
         assert torch.isfinite(result.loss).all(), name
@@ -365,9 +359,7 @@ def test_extreme_log_ratios_stay_finite() -> None:
 
 
 def test_gmpo_is_normalised_by_the_whole_update() -> None:
-    terms = PolicyTerms(
-        torch.tensor([0.1, 0.1]), torch.zeros(2), torch.ones(2), torch.tensor([True, True]), torch.tensor([0, 2])
-    )
+    terms = terms_of(torch.tensor([0.1, 0.1]), torch.zeros(2), torch.ones(2), 0, 2)
     loss = loss_of("gmpo", terms).loss
     share = aggregate(
         loss, terms.mask, terms.offsets, with_options(AGGREGATIONS["seq_mean_token_mean"]), GlobalCounts(10, 4)
@@ -377,13 +369,13 @@ def test_gmpo_is_normalised_by_the_whole_update() -> None:
 
 def test_gspo_bounds_the_ratio_of_a_sequence_that_became_far_too_likely() -> None:
     columns = torch.tensor([0.0, 0.0]), torch.tensor([-15.0, -15.0]), torch.tensor([-1.0, -1.0])
-    result = loss_of("gspo", PolicyTerms(*columns, torch.tensor([True, True]), torch.tensor([0, 2])))
+    result = loss_of("gspo", terms_of(*columns, 0, 2))
     assert result.loss.tolist() == pytest.approx([math.exp(10), math.exp(10)])
 
 
 def test_dppo_kl_drops_a_token_that_was_certain_and_no_longer_is() -> None:
     columns = torch.tensor([-3.0]), torch.tensor([0.0]), torch.tensor([-1.0])
-    result = loss_of("dppo_kl", PolicyTerms(*columns, torch.tensor([True]), torch.tensor([0, 1])))
+    result = loss_of("dppo_kl", terms_of(*columns, 0, 1))
     assert result.sums["clipped"] == 1
     assert result.loss.abs().sum() == 0
 
@@ -393,5 +385,4 @@ def test_tokens_of_a_sequence_share_one_ratio_to_the_last_bit(name: str) -> None
     """GSPO's bounds are of the order of 1e-4: rounding next to log-probabilities of -10 would be seen."""
     old = -torch.linspace(0.1, 12.0, 64)
     new = old + torch.linspace(-1e-3, 2e-3, 64)
-    terms = PolicyTerms(new, old, torch.ones(64), torch.ones(64, dtype=torch.bool), torch.tensor([0, 64]))
-    assert len(loss_of(name, terms).loss.unique()) == 1
+    assert len(loss_of(name, terms_of(new, old, torch.ones(64), 0, 64)).loss.unique()) == 1

@@ -46,23 +46,6 @@ def test_llds_matches_lists_in_value_gradient_and_count(batch: Ragged) -> None:
     assert gradient[~batch.mask].abs().sum() == 0
 
 
-def penalties(new: list[float], advantages: list[float], mask: list[bool]) -> list[float]:
-    columns = (torch.tensor(column) for column in (new, [-1.0] * len(new), advantages))
-    return llds(*columns, torch.tensor(mask), torch.tensor([0, len(new)])).tolist()
-
-
-def test_a_turn_that_became_likelier_as_a_whole_is_left_alone() -> None:
-    assert penalties([-1.5, -0.25], [1.0, 1.0], [True, True]) == [0.0, 0.0]
-
-
-def test_turns_are_judged_one_by_one() -> None:
-    assert penalties([-1.5, 9.0, -0.25], [1.0, 9.0, 1.0], [True, False, True]) == [0.5, 0.0, 0.0]
-
-
-def test_bad_trajectories_may_become_unlikely() -> None:
-    assert penalties([-1.5, -2.0], [-1.0, -1.0], [True, True]) == [0.0, 0.0]
-
-
 def test_nothing_is_penalised_before_anything_moved() -> None:
     logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
     penalty = llds(logprobs, logprobs.detach(), torch.ones(2), torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]))

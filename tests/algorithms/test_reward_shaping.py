@@ -29,10 +29,6 @@ def test_the_overlong_penalty_matches_dapos_formula(lengths: list[int], buffer: 
     assert result.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-def test_the_overlong_penalty_is_full_at_the_limit_and_absent_before_the_buffer() -> None:
-    assert penalties([80, 90, 100], 100, 20, 1.0).tolist() == pytest.approx([0.0, -0.5, -1.0])
-
-
 def test_a_buffer_longer_than_the_limit_is_an_error() -> None:
     with pytest.raises(ValueError, match="buffer"):
         penalties([1], 10, 11, 1.0)

@@ -37,6 +37,21 @@ def migrated(folder: Path, name: str, *options: str) -> Finished:
     return corral(folder, "migrate", str(GOLDEN / name), *options)
 
 
+def refused(folder: Path, *words: str) -> str:
+    """What the command that is refused writes to standard error."""
+    ended = corral(folder, *words)
+    assert ended.code == 2
+    assert "Traceback" not in ended.stderr
+    return ended.stderr
+
+
+def trains_a_step(folder: Path) -> None:
+    """The migrated recipe, in one process."""
+    trained = corral(folder, "train", "recipe.yaml", "--shrink", "1")
+    assert trained.code == 0, trained.stderr
+    assert "step 1/1" in trained.stdout
+
+
 @pytest.fixture(params=BATCHES)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -89,9 +104,7 @@ def test_migrating_what_was_migrated_changes_nothing(tmp_path: Path, name: str) 
 @pytest.mark.slow
 def test_shrunk_it_trains_a_step_in_one_process(tmp_path: Path, name: str) -> None:
     (tmp_path / "recipe.yaml").write_text(migrated(tmp_path, name).stdout)
-    trained = corral(tmp_path, "train", "recipe.yaml", "--shrink", "1")
-    assert trained.code == 0, trained.stderr
-    assert "step 1/1" in trained.stdout
+    trains_a_step(tmp_path)
 
 
 @pytest.mark.slow
@@ -103,9 +116,7 @@ def test_shrunk_it_trains_a_step_whatever_engine_roll_names(tmp_path: Path, engi
     (tmp_path / "engine.yaml").write_text(f"{guide}{sampling}{chosen}")
     (tmp_path / "recipe.yaml").write_text(corral(tmp_path, "migrate", "engine.yaml").stdout)
     assert load_recipe(tmp_path / "recipe.yaml").rollout.engine.name == engine
-    trained = corral(tmp_path, "train", "recipe.yaml", "--shrink", "1")
-    assert trained.code == 0, trained.stderr
-    assert "step 1/1" in trained.stdout
+    trains_a_step(tmp_path)
 
 
 @pytest.mark.slow
@@ -113,9 +124,7 @@ def test_shrunk_it_trains_a_step_whatever_engine_roll_names(tmp_path: Path, engi
 def test_rolls_training_on_rows_trains_a_step_when_it_is_shrunk(tmp_path: Path, kind: str) -> None:
     words = (GOLDEN / f"roll_{kind}/command.txt").read_text().split("\n\n")[0].split()
     (tmp_path / "recipe.yaml").write_text(corral(tmp_path, "migrate", *words[:2], "--", *words[2:]).stdout)
-    trained = corral(tmp_path, "train", "recipe.yaml", "--shrink", "1")
-    assert trained.code == 0, trained.stderr
-    assert "step 1/1" in trained.stdout
+    trains_a_step(tmp_path)
 
 
 SMALL = """
@@ -230,9 +239,7 @@ def test_strategies_of_roll_train_on_four_processes_with_its_arithmetic(tmp_path
     ],
 )
 def test_a_wrong_command_is_one_clear_line(tmp_path: Path, command: str, problem: str) -> None:
-    refused = corral(tmp_path, "migrate", "--", "python3", "-m", *command.split())
-    assert refused.code == 2
-    [line] = refused.stderr.strip().splitlines()
+    [line] = refused(tmp_path, "migrate", "--", "python3", "-m", *command.split()).strip().splitlines()
     assert problem in line
 
 
@@ -255,10 +262,7 @@ def test_a_wrong_command_is_one_clear_line(tmp_path: Path, command: str, problem
 )
 def test_a_wrong_file_is_one_clear_line_and_nothing_runs(tmp_path: Path, file: str, text: str, problem: str) -> None:
     (tmp_path / file).write_text(text)
-    refused = corral(tmp_path, "migrate", file)
-    assert refused.code == 2
-    assert problem in refused.stderr
-    assert "Traceback" not in refused.stderr
+    assert problem in refused(tmp_path, "migrate", file)
     assert not (tmp_path / "hit").exists()
 
 
@@ -271,10 +275,9 @@ def test_a_variable_can_be_given_from_outside(tmp_path: Path) -> None:
 
 def test_an_unset_variable_is_named_where_it_does_harm(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text("python3 -m verl.trainer.main_ppo trainer.nnodes=$NODES")
-    refused = corral(tmp_path, "migrate", "run.sh")
-    assert refused.code == 2
-    assert "`trainer.nnodes=` should be a whole number" in refused.stderr
-    assert "$NODES is not set in the script" in refused.stderr
+    said = refused(tmp_path, "migrate", "run.sh")
+    assert "`trainer.nnodes=` should be a whole number" in said
+    assert "$NODES is not set in the script" in said
 
 
 def test_only_what_starts_a_program_counts(tmp_path: Path) -> None:
@@ -282,8 +285,6 @@ def test_only_what_starts_a_program_counts(tmp_path: Path) -> None:
         "pkill -f verl.trainer.main_ppo",
         "echo python -m verl.trainer.main_ppo",
         "python -m verl.trainer.main_ppo \\",
-    ]
-    lines += [
         "  trainer.nnodes=1 trainer.n_gpus_per_node=1 # \\",
         "  data.train_batch_size=64",
         "data.val_batch_size=2",
@@ -301,8 +302,7 @@ def test_a_script_that_has_a_script_in_it(tmp_path: Path) -> None:
 
 
 def test_keys_that_were_added_are_unsupported_and_no_error(tmp_path: Path) -> None:
-    words = ["python3", "-m", "verl.trainer.main_ppo", "+my.own.key=1"]
-    made = corral(tmp_path, "migrate", "--json", "--", *words)
+    made = corral(tmp_path, "migrate", "--json", "--", "python3", "-m", "verl.trainer.main_ppo", "+my.own.key=1")
     assert made.code == 0, made.stderr
     [entry] = json.loads(made.stdout)["keys"]
     assert (entry["key"], entry["status"]) == ("my.own.key", "unsupported")
@@ -320,9 +320,8 @@ def test_secrets_are_not_shown(tmp_path: Path) -> None:
 
 def test_a_script_is_no_recipe(tmp_path: Path) -> None:
     for command in ("plan", "evaluate"):
-        refused = corral(tmp_path, command, str(GOLDEN / "verl_dstack/input.sh"))
-        assert refused.code == 2
-        assert "is a script; `corral migrate" in refused.stderr
+        said = refused(tmp_path, command, str(GOLDEN / "verl_dstack/input.sh"))
+        assert "is a script; `corral migrate" in said
 
 
 @pytest.mark.parametrize(
@@ -332,9 +331,8 @@ def test_a_script_is_no_recipe(tmp_path: Path) -> None:
 )
 def test_options_for_other_systems_are_refused_with_a_recipe(tmp_path: Path, options: tuple[str, ...]) -> None:
     (tmp_path / "recipe.yaml").write_text("name: x\nmodel: {path: blank-1m}\ndata: {train: {path: rows.jsonl}}\n")
-    refused = corral(tmp_path, "migrate", "recipe.yaml", *options)
-    assert refused.code == 2
-    assert "--define, --strict and --all are for other systems" in refused.stderr
+    said = refused(tmp_path, "migrate", "recipe.yaml", *options)
+    assert "--define, --strict and --all are for other systems" in said
 
 
 @pytest.mark.parametrize(
@@ -343,16 +341,18 @@ def test_options_for_other_systems_are_refused_with_a_recipe(tmp_path: Path, opt
         (("--strict", "--plan"), "--all and --strict belong to the report"),
         (("--strict", "--train"), "--all and --strict belong to the report"),
         (("--json", "--train"), "--json belongs to the report and to --plan"),
+        (("--shrink", "1"), "--allow-unsupported and --shrink belong to --plan and --train"),
+        (("--plan", "--debug"), "--debug, --post-mortem, --insecure and --resume-anyway belong to --train"),
     ],
 )
-def test_options_of_the_report_are_refused_without_it(tmp_path: Path, options: tuple[str, ...], words: str) -> None:
-    refused = migrated(tmp_path, "verl_dstack/input.sh", *options)
-    assert refused.code == 2
-    assert words in refused.stderr
+def test_options_belong_together(tmp_path: Path, options: tuple[str, ...], words: str) -> None:
+    [line] = refused(tmp_path, "migrate", str(GOLDEN / "verl_dstack/input.sh"), *options).splitlines()
+    assert line.startswith("error: ")
+    assert words in line
 
 
 def test_plan_goes_on_from_the_migrated_recipe(tmp_path: Path, name: str) -> None:
-    planned = corral(tmp_path, "migrate", str(GOLDEN / name), "--plan")
+    planned = migrated(tmp_path, name, "--plan")
     assert planned.code == 0, planned.stderr
     assert BATCHES[name] in planned.stdout
 
@@ -362,14 +362,12 @@ def test_a_mesh_that_training_refuses_is_refused_of_a_script_and_of_a_recipe(tmp
     own.write_text(corral(tmp_path, "migrate", str(script)).stdout)
     for file in (script, own):
         mesh = ("model.path=blank-1m", "model.implementation=general", "train.parallel.tensor=2")
-        made = corral(tmp_path, "migrate", str(file), *mesh)
-        assert made.code == 2
-        assert "train.parallel.tensor: blank-1m is computed sequence by sequence" in made.stderr
+        said = refused(tmp_path, "migrate", str(file), *mesh)
+        assert "train.parallel.tensor: blank-1m is computed sequence by sequence" in said
 
 
 def test_keys_of_the_recipe_can_be_changed(tmp_path: Path) -> None:
-    changes = ["batch.prompts_per_step=64", "~logging.project", "algorithm.loss=gspo"]
-    changes += ["algorithm.loss.clip_high=0.3"]
+    changes = ["batch.prompts_per_step=64", "~logging.project", "algorithm.loss=gspo", "algorithm.loss.clip_high=0.3"]
     made = migrated(tmp_path, "verl_dstack/input.sh", *changes)
     assert made.code == 0, made.stderr
     assert "  prompts_per_step: 64  # changed on the command line\n" in made.stdout
@@ -379,25 +377,15 @@ def test_keys_of_the_recipe_can_be_changed(tmp_path: Path) -> None:
     assert changed.algorithm.loss.model_dump() == {"name": "gspo", "clip_high": 0.3}
     (tmp_path / "unchanged.yaml").write_text(migrated(tmp_path, "verl_dstack/input.sh").stdout)
     assert changed == load_recipe(tmp_path / "unchanged.yaml", changes)
-    refused = migrated(tmp_path, "verl_dstack/input.sh", "batch.prompt_per_step=64")
-    assert refused.code == 2
-    assert "did you mean `batch.prompts_per_step`?" in refused.stderr
+    said = refused(tmp_path, "migrate", str(GOLDEN / "verl_dstack/input.sh"), "batch.prompt_per_step=64")
+    assert "did you mean `batch.prompts_per_step`?" in said
 
 
 def test_strict_refuses_what_corral_lacks(tmp_path: Path) -> None:
-    words = [
-        "migrate",
-        "--strict",
-        "--",
-        "python3",
-        "-m",
-        "verl.trainer.main_ppo",
-        "actor_rollout_ref.actor.qat.enable=true",
-    ]
-    refused = corral(tmp_path, *words)
-    assert refused.code == 2
-    assert "`actor_rollout_ref.actor.qat.enable=true` is unsupported" in refused.stderr
-    assert corral(tmp_path, words[0], *words[2:]).code == 0
+    words = ["--", "python3", "-m", "verl.trainer.main_ppo", "actor_rollout_ref.actor.qat.enable=true"]
+    said = refused(tmp_path, "migrate", "--strict", *words)
+    assert "`actor_rollout_ref.actor.qat.enable=true` is unsupported" in said
+    assert corral(tmp_path, "migrate", *words).code == 0
 
 
 # --- the report
@@ -426,12 +414,11 @@ def test_what_changes_the_training_stands_first_with_its_line_and_both_values(tm
 
 def test_what_is_refused_has_its_report_and_remarks_are_not_errors(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(SCRIPT)
-    refused = corral(tmp_path, "migrate", "run.sh")
-    assert refused.code == 2
-    assert "run.sh:3: actor_rollout_ref.actor.qat.enable=true; here nothing" in refused.stderr
-    [error] = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+    said = refused(tmp_path, "migrate", "run.sh")
+    assert "run.sh:3: actor_rollout_ref.actor.qat.enable=true; here nothing" in said
+    [error] = [line for line in said.splitlines() if line.startswith("error: ")]
     assert error == "error: run.sh:7: `trainer.nnodes=` should be a whole number"
-    assert "\n  run.sh:7: $NODES is not set in the script, so it is empty\n" in refused.stderr
+    assert "\n  run.sh:7: $NODES is not set in the script, so it is empty\n" in said
     found = json.loads(corral(tmp_path, "migrate", "run.sh", "--json").stdout)
     assert (found["recipe"], found["problems"]) == (None, [error.removeprefix("error: ")])
     assert {one["key"]: one["where"] for one in found["keys"]}["data.train_files"] == "run.sh:2"
@@ -535,10 +522,9 @@ def test_corral_verl_is_a_drop_in_for_main_ppo(tmp_path: Path, rows: Path, tiny_
 def test_what_is_unsupported_is_not_run_unless_it_is_allowed(tmp_path: Path, rows: Path, tiny_model: Path) -> None:
     words = ["migrate", "--system", "verl", "--train", "--", *overrides(rows, tiny_model)]
     words += ["actor_rollout_ref.actor.qat.enable=true"]
-    refused = corral(tmp_path, *words)
-    assert refused.code == 2
-    assert "qat.enable=true` is unsupported" in refused.stderr
-    assert "--allow-unsupported goes on without" in refused.stderr
+    said = refused(tmp_path, *words)
+    assert "qat.enable=true` is unsupported" in said
+    assert "--allow-unsupported goes on without" in said
     assert corral(tmp_path, words[0], "--allow-unsupported", *words[1:]).code == 0
 
 
@@ -551,18 +537,4 @@ def test_configurations_are_found_by_path_and_name(tmp_path: Path, system: str) 
     planned = corral(tmp_path, *command, "mine")
     assert planned.code == 0, planned.stderr
     assert BATCHES[source] in planned.stdout
-    refused = corral(tmp_path, *command, "other")
-    assert refused.code == 2
-    assert "other.yaml is in none of these folders" in refused.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (["--shrink", "1"], "--allow-unsupported and --shrink belong to --plan and --train"),
-        (["--plan", "--debug"], "--debug, --post-mortem, --insecure and --resume-anyway belong to --train"),
-    ],
-)
-def test_options_belong_together(tmp_path: Path, options: list[str], problem: str) -> None:
-    refused = migrated(tmp_path, "verl_dstack/input.sh", *options)
-    assert (refused.code, refused.stderr) == (2, f"error: {problem}\n")
+    assert "other.yaml is in none of these folders" in refused(tmp_path, *command, "other")

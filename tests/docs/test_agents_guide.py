@@ -1,38 +1,30 @@
 """The two examples of the guide to agents, as they stand there, with a tiny model."""
 
 import json
-import re
-import shlex
 import sqlite3
 from pathlib import Path
 
 import pytest
-from commands import corral
-from guides import ROOT, Block, block, blocks
+from guide_commands import files_of, run
+from guides import Block, block
 
 from corral.data.plugins import load_object
 from corral.data.rows import Row
 
-GUIDE = ROOT / "docs" / "agents.md"
 TINY = ("model.path=model", "batch.prompts_per_step=2", "batch.samples_per_prompt=2", "schedule.steps=1")
 
 
 @pytest.fixture
 def folder(tmp_path: Path, tiny_model: Path) -> Path:
     """With every file that the guide shows."""
-    for one in blocks(GUIDE):
-        named = re.match(r"# (\S+\.(py|yaml))\n", one.text)
-        if named:
-            (tmp_path / named[1]).write_text(one.text)
+    files_of("agents.md", tmp_path)
     (tmp_path / "model").symlink_to(tiny_model)
     return tmp_path
 
 
 def train(folder: Path, one: Block, *more: str) -> list[dict[str, object]]:
     """What was measured in each step."""
-    [command] = one.commands
-    result = corral(folder, *shlex.split(command)[1:], *TINY, *more)
-    assert result.code == 0, result.stderr
+    run(folder, one, *TINY, *more)
     [metrics] = (folder / "runs").glob("*/metrics.jsonl")
     return [json.loads(line) for line in metrics.read_text().splitlines()]
 

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from guides import GUIDES, ROOT, Block, blocks, is_first
+from guides import GUIDES, ROOT, blocks, is_first
 
 COMMAND = re.compile(
     r"^\s*(\$ )?(corral|make|pip|ray|sbatch|dstack|docker|podman|kubectl|ssh|git|python) ", re.MULTILINE
@@ -25,7 +25,7 @@ def test_every_block_of_commands_is_run_by_a_test_or_says_what_it_needs(guide: P
 
 def test_every_name_is_used_by_a_test() -> None:
     tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
-    for one in all_blocks():
+    for one in (one for guide in GUIDES for one in blocks(guide)):
         if one.kind == "run":
             assert f'block("{one.what}")' in tests, f"{one.guide.name}:{one.line}: no test runs {one.what}"
 
@@ -38,7 +38,3 @@ def test_a_translation_has_the_same_commands() -> None:
         assert [(one.language, one.kind, one.what, one.text) for one in blocks(guide) if one.language == "sh"] == [
             (one.language, one.kind, one.what, one.text) for one in blocks(original) if one.language == "sh"
         ], f"{guide.name} and {original.name} differ"
-
-
-def all_blocks() -> list[Block]:
-    return [one for guide in GUIDES for one in blocks(guide)]

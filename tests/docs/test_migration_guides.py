@@ -7,7 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from commands import corral
-from guides import ROOT, Block, block, blocks
+from guide_commands import run
+from guides import ROOT, block, blocks
 
 from corral.migrate.config_sources import migrate_file
 from corral.migrate.migration import recipe_text
@@ -20,18 +21,6 @@ SOURCES = {
     "rlinf": ("grpo.yaml", "rlinf_devices_apart/input.yaml"),
 }
 """Which file a page speaks of, and what is in it."""
-
-
-def run(folder: Path, one: Block) -> None:
-    """Every command, with what it writes to standard output where it says so."""
-    for command in one.commands:
-        words, _, out = command.partition(" > ")
-        name, *rest = shlex.split(words)
-        assert name == "corral"
-        ended = corral(folder, *rest)
-        assert ended.code == 0, ended.stderr
-        if out:
-            (folder / out).write_text(ended.stdout)
 
 
 @pytest.mark.slow

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from commands import corral
-from guides import ROOT, Block, block, blocks
+from guide_commands import run
+from guides import ROOT, block, blocks
 from runs import VALIDATION, write_recipe
 
 
@@ -16,20 +17,6 @@ def folder(tmp_path: Path, tiny_model: Path) -> Path:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "quickstart.yaml").write_text((tmp_path / "recipe.yaml").read_text())
     return tmp_path
-
-
-def run(folder: Path, one: Block, *more: str, **replaced: str) -> list[str]:
-    """Every command of a block. What each said."""
-    said = []
-    for command in one.commands:
-        for text, other in replaced.items():
-            command = command.replace(text, other)
-        words = shlex.split(command)
-        assert words[0] == "corral"
-        result = corral(folder, *words[1:], *more)
-        assert result.code == 0, result.stderr
-        said.append(result.stdout)
-    return said
 
 
 def test_a_key_is_changed_from_the_command_line(folder: Path) -> None:

@@ -317,11 +317,17 @@ async def converse(
 
 
 def play(
-    agents: Path, name: str, replies: list[str], row: Row = ROW, timeout_s: float = within(20), **options: Any
+    agents: Path,
+    name: str,
+    replies: list[str],
+    row: Row = ROW,
+    timeout_s: float = within(20),
+    after_reset: Callable[[], Awaitable[None]] | None = None,
+    **options: Any,
 ) -> tuple[list[Message], list[StepResult]]:
     envs = open_envs(timeout_s, agent=f"{agents}:{name}", **options)
     try:
-        return asyncio.run(converse(envs.factory_for(row).make(), replies, row))  # type: ignore[arg-type]
+        return asyncio.run(converse(envs.factory_for(row).make(), replies, row, after_reset))  # type: ignore[arg-type]
     finally:
         envs.close()
 
@@ -485,28 +491,19 @@ def test_an_agent_asks_one_thing_at_a_time(agents: Path, tmp_path: Path) -> None
         while not (tmp_path / "has_answer").exists():
             await asyncio.sleep(0.01)
 
-    envs = open_envs(agent=f"{agents}:two_at_once")
     row = Row(ROW.prompt, "5", "", {"has_answer": str(tmp_path / "has_answer")})
-    env: Any = envs.factory_for(row).make()
-    _, [result] = asyncio.run(converse(env, ["yes"], row, after_reset=one_is_refused))
-    envs.close()
+    _, [result] = play(agents, "two_at_once", ["yes"], row, after_reset=one_is_refused)
     assert result.reward == 1.0
 
 
 def test_a_client_that_hangs_up_and_asks_again_gets_the_answer(agents: Path) -> None:
-    envs = open_envs(agent=f"{agents}:impatient")
-    env: Any = envs.factory_for(ROW).make()
-    _, (first, last) = asyncio.run(converse(env, ["yes", "no"], after_reset=lambda: asyncio.sleep(0.6)))
-    envs.close()
+    _, (first, last) = play(agents, "impatient", ["yes", "no"], after_reset=lambda: asyncio.sleep(0.6))
     assert first.messages == [Message(role="user", content="Thanks!")]
     assert last.reward == 1.0
 
 
 def test_a_client_whose_connection_was_reset_and_asks_again_gets_the_answer(agents: Path) -> None:
-    envs = open_envs(agent=f"{agents}:broken_off")
-    env: Any = envs.factory_for(ROW).make()
-    _, [last] = asyncio.run(converse(env, ["0.5"], after_reset=lambda: asyncio.sleep(0.6)))
-    envs.close()
+    _, [last] = play(agents, "broken_off", ["0.5"], after_reset=lambda: asyncio.sleep(0.6))
     assert last.reward == 0.5
 
 

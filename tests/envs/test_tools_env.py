@@ -365,6 +365,7 @@ def test_type_hints_become_types_of_json() -> None:
         (["add"], {"result_role": "robot"}, "environment.options.result_role must be tool or user"),
         (["add"], {"readable": "/usr"}, "environment.options.readable must be a list of folders"),
         (["add"], {"readable": ["/no/such"]}, "environment.options.readable: /no/such is not a folder"),
+        (["echo"], {"kept_part": "all"}, r"options\.kept_part must be beginning or end or both_ends, not 'all'"),
         (["add"], {"told_by": "system"}, "'told_by'; `told_by` is now `tool_prompt`"),
     ],
 )
@@ -474,11 +475,6 @@ def test_the_part_of_a_long_result_that_is_kept_can_be_chosen(play: Play, kept: 
     replies = [call("echo", text="abcdefghij"), call("echo", text="abcde")]
     (long, short), _ = play(replies, "echo", max_result_characters=5, kept_part=kept)
     assert (content(long), content(short)) == (shown, "abcde")
-
-
-def test_a_part_to_keep_that_does_not_exist_is_an_error(play: Play) -> None:
-    with pytest.raises(UserError, match=r"options\.kept_part must be beginning or end or both_ends, not 'all'"):
-        play(["done"], "echo", kept_part="all")
 
 
 def test_half_a_character_from_the_model_is_no_problem(play: Play) -> None:

@@ -14,15 +14,11 @@ SIZES = [(3, 1, 24), (4, 2, 16), (2, 2, 6)]
 """(heads, kv_heads, width)"""
 
 
-def angles(tokens: int, width: int, device: torch.device) -> torch.Tensor:
-    return random(tokens, width // 2, seed=5, dtype=torch.float32, device=device).repeat(1, 2)
-
-
 def rotations(
     heads: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Callable[..., tuple[torch.Tensor, ...]], ...]:
     """Functions of the merged tensor of five tokens, to query, key and value: merged, in parts, plain."""
-    angle = angles(5, width, device)
+    angle = random(5, width // 2, seed=5, dtype=torch.float32, device=device).repeat(1, 2)
 
     def tables(merged: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = (table.to(dtype).to(merged.dtype) for table in (angle.cos(), angle.sin()))

@@ -29,9 +29,8 @@ TOKENS = [5, 9, 33, 7, 60, 12, 44]
 SOME = Lora(rank=4, targets=["q_proj", "down_proj"])
 
 
-def random_adapters(model: Any, lora: Lora) -> Any:
+def random_adapters(model: Any) -> Any:
     """The model with adapters that compute something: B is not zero."""
-    add_adapters(model, lora)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if name.endswith("lora_B"):
@@ -40,7 +39,49 @@ def random_adapters(model: Any, lora: Lora) -> Any:
 
 
 def adapted(folder: Path, lora: Lora = Lora(rank=4)) -> Any:
-    return random_adapters(load_model(Model(path=str(folder), dtype="float32"), CPU), lora)
+    model = load_model(Model(path=str(folder), dtype="float32"), CPU)
+    add_adapters(model, lora)
+    return random_adapters(model)
+
+
+def train_squares(model: Any) -> dict[str, Tensor]:
+    """Gradients of the sum of squared log-probs, by our trainer."""
+    policy = NativePolicyTrainer(model, temperature=1.0, optimizer=Optimizer(), total_updates=1)
+    for pack in small_batch().pack(45):
+        policy.forward_backward([(pack, lambda logprobs, entropy: (logprobs**2).sum())])
+    return gradients_of(model)
+
+
+def peft_trains_squares(theirs: Any) -> dict[str, Tensor]:
+    """The same by PEFT, one trajectory at a time."""
+    batch = small_batch()
+    for row in range(len(batch)):
+        generated = torch.from_numpy(batch.generated[batch.positions_of([row])][1:])
+        (logprobs_of(theirs, batch.sequence(row).tolist())[generated] ** 2).sum().backward()
+    return gradients_of(theirs)
+
+
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert all(gradient is not None for gradient in trained.values())
+    return trained
+
+
+def check_engine(model: Any, paged: bool, tolerance: float) -> None:
+    """Log-probs of what the engine samples are those of the whole model."""
+    engine = NativeEngine(model, None, max_sequences=4, max_prefill_tokens=64, max_length=64, paged=paged)
+    completion = asyncio.run(engine.generate(TOKENS, Sampling(max_tokens=12), 3))
+    engine.close()
+    whole = model_logprobs(model, [*TOKENS, *completion.tokens])
+    assert completion.logprobs == pytest.approx(whole[len(TOKENS) - 1 :], abs=tolerance)
+
+
+def merged_logprobs(model: Any, folder: Path) -> list[float]:
+    """Of the base model in the folder with the weights that another engine would get."""
+    policy = NativePolicyTrainer(model, temperature=1.0, optimizer=Optimizer(), total_updates=1)
+    plain = load_model(Model(path=str(folder), dtype="float32"), CPU)
+    plain.load_state_dict(dict(policy.weights(merged=True)), strict=False)
+    return model_logprobs(plain, TOKENS)
 
 
 def peft_of(folder: Path, ours: Any) -> Any:
@@ -77,21 +118,11 @@ def test_gradients_are_those_of_a_plain_peft_model(tiny_model: Path, lora: Lora,
     theirs = peft_of(tiny_model, ours)
     if fused:
         assert fuse(ours)
-    batch = small_batch()
-    policy = NativePolicyTrainer(ours, temperature=1.0, optimizer=Optimizer(), total_updates=1)
-    for pack in batch.pack(45):
-        policy.forward_backward([(pack, lambda logprobs, entropy: (logprobs**2).sum())])
-    for row in range(len(batch)):
-        generated = torch.from_numpy(batch.generated[batch.positions_of([row])][1:])
-        (logprobs_of(theirs, batch.sequence(row).tolist())[generated] ** 2).sum().backward()
-    expected = {name: p.grad for name, p in theirs.named_parameters() if p.requires_grad}
-    trained = {name: p for name, p in ours.named_parameters() if p.requires_grad}
-    assert len(trained) == len(expected) > 0
-    for name, parameter in trained.items():
-        assert parameter.grad is not None
-        torch.testing.assert_close(
-            parameter.grad, expected[f"{PEFT_PREFIX}{name}.default.weight"], rtol=1e-4, atol=1e-5, msg=name
-        )
+    found, expected = train_squares(ours), peft_trains_squares(theirs)
+    assert len(found) == len(expected) > 0
+    for name, gradient in found.items():
+        its = expected[f"{PEFT_PREFIX}{name}.default.weight"]
+        torch.testing.assert_close(gradient, its, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize(("paged", "fused"), [(False, False), (True, False), (True, True)])
@@ -101,15 +132,12 @@ def test_the_engine_samples_with_the_adapters(family: str, paged: bool, fused: b
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation="corral").eval()
     bare = model_logprobs(model, TOKENS)
-    random_adapters(model, Lora(rank=4))
+    add_adapters(model, Lora(rank=4))
+    random_adapters(model)
     if fused:
         assert fuse(model)
-    engine = NativeEngine(model, None, max_sequences=4, max_prefill_tokens=64, max_length=64, paged=paged)
-    completion = asyncio.run(engine.generate(TOKENS, Sampling(max_tokens=12), 3))
-    engine.close()
-    whole = model_logprobs(model, [*TOKENS, *completion.tokens])
-    assert completion.logprobs == pytest.approx(whole[len(TOKENS) - 1 :], abs=1e-5)
-    assert np.abs(np.array(whole[: len(TOKENS) - 1]) - bare).max() > 0.01
+    check_engine(model, paged, tolerance=1e-5)
+    assert np.abs(np.array(model_logprobs(model, TOKENS)) - bare).max() > 0.01
 
 
 def test_without_its_adapters_it_is_the_base_model_and_in_this_thread_only(tiny_model: Path) -> None:
@@ -151,10 +179,8 @@ def test_an_adapter_of_peft_is_a_model_merged_or_to_go_on_from(
 
 def test_merged_weights_are_what_other_engines_get(tiny_model: Path) -> None:
     model = adapted(tiny_model)
+    assert merged_logprobs(model, tiny_model) == pytest.approx(model_logprobs(model, TOKENS), abs=1e-5)
     policy = NativePolicyTrainer(model, temperature=1.0, optimizer=Optimizer(), total_updates=1)
-    plain = load_model(Model(path=str(tiny_model), dtype="float32"), CPU)
-    plain.load_state_dict(dict(policy.weights(merged=True)), strict=False)
-    assert model_logprobs(plain, TOKENS) == pytest.approx(model_logprobs(model, TOKENS), abs=1e-5)
     assert {name for name, _ in policy.weights()} == {n for n, p in model.named_parameters() if p.requires_grad}
 
 

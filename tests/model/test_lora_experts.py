@@ -1,6 +1,5 @@
 """Adapters of a mixture's experts: what PEFT computes and writes for them, with its `target_parameters`."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +8,27 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from test_lora import CPU, TOKENS, logprobs_of, random_adapters, save
+from test_lora import (
+    CPU,
+    TOKENS,
+    adapted,
+    check_engine,
+    logprobs_of,
+    merged_logprobs,
+    peft_trains_squares,
+    save,
+    train_squares,
+)
 from tiny_families import config_of, tiny_family_model
-from trajectories import small_batch
 from transformers import AutoModelForCausalLM
 
 from corral.model.experts import expert_matrices
 from corral.model.lora import adapters_disabled, as_peft, peft_names
 from corral.model.model_loading import load_model
 from corral.recipe.errors import UserError
-from corral.recipe.schema import Lora, Model, Optimizer
+from corral.recipe.schema import Lora, Model
 from corral.recipe.shape import ModelShape
-from corral.rollout.engine import Sampling
-from corral.rollout.native_engine import NativeEngine, model_logprobs
-from corral.training.native_trainer import NativePolicyTrainer
+from corral.rollout.native_engine import model_logprobs
 
 FAMILIES = {
     "qwen3_moe": "experts only",
@@ -44,10 +50,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, folder in made.items():
         tiny_family_model(config_of(name)).save_pretrained(folder)
     return made
-
-
-def adapted(folder: Path, lora: Lora) -> Any:
-    return random_adapters(load_model(Model(path=str(folder), dtype="float32"), CPU), lora)
 
 
 def base_of(folder: Path) -> Any:
@@ -78,22 +80,12 @@ def peft_of(folder: Path, ours: Any) -> Any:
 def test_gradients_are_those_of_a_plain_peft_model(folders: dict[str, Path], family: str, lora: Lora) -> None:
     ours = adapted(folders[family], lora)
     theirs = peft_of(folders[family], ours)
-    batch = small_batch()
-    policy = NativePolicyTrainer(ours, temperature=1.0, optimizer=Optimizer(), total_updates=1)
-    for pack in batch.pack(45):
-        policy.forward_backward([(pack, lambda logprobs, entropy: (logprobs**2).sum())])
-    for row in range(len(batch)):
-        generated = torch.from_numpy(batch.generated[batch.positions_of([row])][1:])
-        (logprobs_of(theirs, batch.sequence(row).tolist())[generated] ** 2).sum().backward()
-    expected = {name: p.grad for name, p in theirs.named_parameters() if p.requires_grad}
-    trained = {name: p for name, p in ours.named_parameters() if p.requires_grad}
-    assert len(trained) == len(expected) > 0
-    for name, peft in peft_names(trained).items():
-        gradient, theirs_of_it = trained[name].grad, expected[peft.replace(".weight", ".default.weight")]
-        assert gradient is not None
-        assert theirs_of_it is not None
-        largest = float(theirs_of_it.abs().max())
-        torch.testing.assert_close(as_peft(peft, gradient), theirs_of_it, rtol=1e-4, atol=2e-5 * largest, msg=name)
+    found, expected = train_squares(ours), peft_trains_squares(theirs)
+    assert len(found) == len(expected) > 0
+    for name, peft in peft_names(found).items():
+        its = expected[peft.replace(".weight", ".default.weight")]
+        largest = float(its.abs().max())
+        torch.testing.assert_close(as_peft(peft, found[name]), its, rtol=1e-4, atol=2e-5 * largest, msg=name)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -148,19 +140,13 @@ def test_files_are_those_that_peft_writes(folders: dict[str, Path], tmp_path: Pa
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_the_engine_samples_with_the_adapters(folders: dict[str, Path], family: str, paged: bool) -> None:
     model = adapted(folders[family], Lora(rank=4, targets=MATRICES))
-    engine = NativeEngine(model, None, max_sequences=4, max_prefill_tokens=64, max_length=64, paged=paged)
-    completion = asyncio.run(engine.generate(TOKENS, Sampling(max_tokens=12), 3))
-    engine.close()
-    whole = model_logprobs(model, [*TOKENS, *completion.tokens])
-    assert completion.logprobs == pytest.approx(whole[len(TOKENS) - 1 :], abs=1e-4)
+    check_engine(model, paged, tolerance=1e-4)
 
 
 def test_merged_weights_are_what_other_engines_get(folders: dict[str, Path]) -> None:
     model = adapted(folders["gpt_oss-window8"], Lora(rank=4))
-    policy = NativePolicyTrainer(model, temperature=1.0, optimizer=Optimizer(), total_updates=1)
-    plain = load_model(Model(path=str(folders["gpt_oss-window8"]), dtype="float32"), CPU)
-    plain.load_state_dict(dict(policy.weights(merged=True)), strict=False)
-    assert model_logprobs(plain, TOKENS) == pytest.approx(model_logprobs(model, TOKENS), abs=2e-4)
+    merged = merged_logprobs(model, folders["gpt_oss-window8"])
+    assert merged == pytest.approx(model_logprobs(model, TOKENS), abs=2e-4)
 
 
 def test_names_of_linear_layers_do_not_mean_experts(folders: dict[str, Path]) -> None:

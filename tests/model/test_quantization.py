@@ -1,26 +1,23 @@
 """Frozen weights in 4 and 8 bits: bitsandbytes' codes, the gradients of PEFT's QLoRA, in trainer, engine and files."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
-from test_lora import CPU, TOKENS, logprobs_of, save
+from test_lora import CPU, TOKENS, check_engine, logprobs_of, peft_trains_squares, random_adapters, save, train_squares
 from tiny import save_tiny_model
 from torch import nn
-from trajectories import small_batch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from corral.model.lora import PEFT_PREFIX
 from corral.model.model_loading import load_model
 from corral.model.quantization import QuantizedLinear, QuantizedLoraLinear
 from corral.recipe.errors import UserError
-from corral.recipe.schema import Lora, Model, Optimizer, Quantization
-from corral.rollout.engine import Sampling
-from corral.rollout.native_engine import NativeEngine, model_logprobs
+from corral.recipe.schema import Lora, Model, Quantization
+from corral.rollout.native_engine import model_logprobs
 from corral.training.checkpoint import export_merged
-from corral.training.native_trainer import NativePolicyTrainer
 
 bnb = pytest.importorskip("bitsandbytes")
 LORA = Lora(rank=4)
@@ -29,12 +26,7 @@ LORA = Lora(rank=4)
 def quantized(folder: Path, bits: Any, lora: Lora = LORA) -> Any:
     """A quantized model with adapters that compute something."""
     settings = Model(path=str(folder), lora=lora, quantization=Quantization(bits=bits), dtype="float32")
-    model = load_model(settings, CPU)
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if name.endswith("lora_B"):
-            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
-    return model
+    return random_adapters(load_model(settings, CPU))
 
 
 def dequantized_base(folder: Path, ours: Any) -> Any:
@@ -81,16 +73,6 @@ def test_codes_are_those_of_bitsandbytes(tiny_model: Path, bits: int) -> None:
         assert 0 < error < (0.12 if bits == 4 else 0.015)
 
 
-def peft_gradients(theirs: Any) -> dict[str, torch.Tensor]:
-    batch = small_batch()
-    for name, parameter in theirs.named_parameters():
-        parameter.requires_grad_("lora" in name)
-    for row in range(len(batch)):
-        generated = torch.from_numpy(batch.generated[batch.positions_of([row])][1:])
-        (logprobs_of(theirs, batch.sequence(row).tolist())[generated] ** 2).sum().backward()
-    return {n.replace(".default.weight", ""): p.grad for n, p in theirs.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize(("bits", "by"), [(4, "bitsandbytes"), (4, "plain"), (8, "plain")])
 @pytest.mark.parametrize("lora", [LORA, Lora(rank=4, targets=["q_proj", "down_proj"])], ids=str)
 def test_gradients_are_those_of_peft_on_the_same_base(
@@ -107,27 +89,19 @@ def test_gradients_are_those_of_peft_on_the_same_base(
             wide_model, dtype=torch.float32, quantization_config=config, device_map="cpu"
         ).eval()
         assert sum(isinstance(module, bnb.nn.Linear4bit) for module in base.modules()) == 14
-    expected = peft_gradients(PeftModel.from_pretrained(base, tmp_path).eval())
-    policy = NativePolicyTrainer(ours, temperature=1.0, optimizer=Optimizer(), total_updates=1)
-    for pack in small_batch().pack(45):
-        policy.forward_backward([(pack, lambda logprobs, entropy: (logprobs**2).sum())])
-    trained = {name: p for name, p in ours.named_parameters() if p.requires_grad}
-    assert len(trained) == len(expected) > 0
-    for name, parameter in trained.items():
-        assert parameter.grad is not None
-        theirs = expected[f"base_model.model.{name}"]
-        torch.testing.assert_close(parameter.grad, theirs, rtol=1e-4, atol=1e-5 * max(1, theirs.abs().max()), msg=name)
+    found = train_squares(ours)
+    expected = peft_trains_squares(PeftModel.from_pretrained(base, tmp_path, is_trainable=True).eval())
+    assert len(found) == len(expected) > 0
+    for name, gradient in found.items():
+        its = expected[f"{PEFT_PREFIX}{name}.default.weight"]
+        torch.testing.assert_close(gradient, its, rtol=1e-4, atol=1e-5 * max(1, its.abs().max()), msg=name)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("paged", [False, True])
 def test_the_engine_decodes_with_the_trainers_codes(tiny_model: Path, bits: int, paged: bool) -> None:
     model = quantized(tiny_model, bits)
-    engine = NativeEngine(model, None, max_sequences=4, max_prefill_tokens=64, max_length=64, paged=paged)
-    completion = asyncio.run(engine.generate(TOKENS, Sampling(max_tokens=12), 3))
-    engine.close()
-    whole = model_logprobs(model, [*TOKENS, *completion.tokens])
-    assert completion.logprobs == pytest.approx(whole[len(TOKENS) - 1 :], abs=1e-5)
+    check_engine(model, paged, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -32,6 +32,15 @@ def sequences() -> list[np.ndarray]:
     return [np.array([*prompt, *rng.integers(3, 6, 1 + i)]) for prompt in prompts for i in range(4)]
 
 
+def hidden_of_tree(model: torch.nn.Module, tree: TokenTree) -> torch.Tensor:
+    tokens, positions = (torch.from_numpy(array).to(DEVICE) for array in (tree.tokens, tree.positions))
+    return forward_hidden(model, tokens, positions, TreeAttention(tree, DEVICE))
+
+
+def hidden_alone(model: torch.nn.Module, sequence: np.ndarray) -> torch.Tensor:
+    return model.get_decoder()(input_ids=torch.from_numpy(sequence)[None].to(DEVICE)).last_hidden_state[0]
+
+
 @pytest.mark.parametrize("call_cost", [0, 10**9], ids=["chunk by chunk", "with one mask"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tree_gives_every_sequence_the_hidden_states_it_has_alone(
@@ -41,35 +50,23 @@ def test_a_tree_gives_every_sequence_the_hidden_states_it_has_alone(
     ours, theirs = both_models(family)
     tree = TokenTree.build(sequences())
     assert tree.num_nodes < 0.6 * sum(map(len, sequences()))
-    hidden = forward_hidden(
-        ours,
-        torch.from_numpy(tree.tokens).to(DEVICE),
-        torch.from_numpy(tree.positions).to(DEVICE),
-        TreeAttention(tree, DEVICE),
-    )
+    hidden = hidden_of_tree(ours, tree)
     for sequence, path in zip(sequences(), tree.paths, strict=True):
-        alone = theirs.get_decoder()(input_ids=torch.from_numpy(sequence)[None].to(DEVICE)).last_hidden_state[0]
-        torch.testing.assert_close(hidden[path], alone, atol=2e-6, rtol=2e-5)
+        torch.testing.assert_close(hidden[path], hidden_alone(theirs, sequence), atol=2e-6, rtol=2e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tree_gives_the_gradient_of_the_separate_sequences(family: str) -> None:
     ours, theirs = both_models(family)
     tree = TokenTree.build(sequences())
-    hidden = forward_hidden(
-        ours,
-        torch.from_numpy(tree.tokens).to(DEVICE),
-        torch.from_numpy(tree.positions).to(DEVICE),
-        TreeAttention(tree, DEVICE),
-    )
+    hidden = hidden_of_tree(ours, tree)
     weights = [
         torch.randn(len(s), hidden.shape[1], generator=torch.Generator().manual_seed(i)).to(DEVICE)
         for i, s in enumerate(sequences())
     ]
     sum((hidden[path] * weight).sum() for path, weight in zip(tree.paths, weights, strict=True)).backward()
     for sequence, weight in zip(sequences(), weights, strict=True):
-        alone = theirs.get_decoder()(input_ids=torch.from_numpy(sequence)[None].to(DEVICE)).last_hidden_state[0]
-        (alone * weight).sum().backward()
+        (hidden_alone(theirs, sequence) * weight).sum().backward()
     expected = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():
         if parameter.grad is not None:

@@ -277,17 +277,9 @@ def test_an_image_that_is_cut_off_is_refused_before_it_is_computed_with(model_sp
         ChatRenderer(tokenizer, chat=True).continuation([cut], ended=True)
 
 
-def test_a_model_of_text_refuses_images(tiny_tokenizer_of_text: Any) -> None:
+def test_a_model_of_text_refuses_images(tiny_model: Path) -> None:
     with pytest.raises(UserError, match="the model reads none"):
-        rendered(tiny_tokenizer_of_text, CONVERSATIONS[0])
-
-
-@pytest.fixture
-def tiny_tokenizer_of_text(tmp_path: Path) -> Any:
-    from tiny import save_tiny_model
-
-    save_tiny_model(tmp_path)
-    return load_tokenizer(Model(path=str(tmp_path)))
+        rendered(load_tokenizer(Model(path=str(tiny_model))), CONVERSATIONS[0])
 
 
 # --- whole runs

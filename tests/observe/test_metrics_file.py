@@ -59,15 +59,10 @@ def test_truncate_after_leaves_a_run_without_metrics_alone(tmp_path: Path) -> No
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_a_line_torn_by_a_kill_is_not_read(tmp_path: Path) -> None:
+def test_a_line_torn_by_a_kill_is_not_read_and_a_resumed_run_writes_over_it(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "rewa')
     assert read_metrics(path) == [{"step": 1}]
-
-
-def test_a_resumed_run_writes_over_a_torn_line(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2, "rewa')
     MetricsFile(path).log(2, {"x": 1})
     assert read_metrics(path) == [{"step": 1}, {"step": 2, "x": 1}]
 

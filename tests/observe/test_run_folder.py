@@ -31,11 +31,6 @@ time.sleep(60)
 """
 
 
-def make_run(runs: Path, name: str) -> None:
-    with RunFolder.open(runs, name, "auto") as folder:
-        folder.metrics.write_text('{"step": 1}\n')
-
-
 def test_a_new_run_has_every_subfolder(tmp_path: Path) -> None:
     with RunFolder.open(tmp_path / "runs", "run", "auto") as folder:
         assert folder.path == tmp_path / "runs" / "run"
@@ -43,11 +38,25 @@ def test_a_new_run_has_every_subfolder(tmp_path: Path) -> None:
         assert not folder.holds_run
 
 
-def test_auto_goes_on_in_the_folder_of_an_earlier_run(tmp_path: Path) -> None:
-    make_run(tmp_path, "run")
-    with RunFolder.open(tmp_path, "run", "auto") as folder:
-        assert folder.name == "run"
-        assert folder.holds_run
+@pytest.mark.parametrize(
+    ("earlier", "resume", "name"),
+    [
+        (["run"], "auto", "run"),
+        (["run", "run-2"], "never", "run-3"),
+        (["run"], "{runs}/run/checkpoints/step_000010", "run"),
+        (["run", "other"], "{runs}/other/checkpoints/step_000010", "run-2"),
+    ],
+    ids=["goes on", "takes the next free number", "a checkpoint of this run", "a checkpoint of another run"],
+)
+def test_a_run_goes_on_in_its_folder_or_takes_another_one(
+    tmp_path: Path, earlier: list[str], resume: str, name: str
+) -> None:
+    for run in earlier:
+        with RunFolder.open(tmp_path, run, "auto") as folder:
+            folder.metrics.write_text('{"step": 1}\n')
+    with RunFolder.open(tmp_path, "run", resume.format(runs=tmp_path)) as folder:
+        assert folder.name == name
+        assert folder.holds_run == (name == "run")
 
 
 def test_a_folder_with_only_checkpoints_holds_a_run(tmp_path: Path) -> None:
@@ -55,14 +64,6 @@ def test_a_folder_with_only_checkpoints_holds_a_run(tmp_path: Path) -> None:
         (folder.checkpoints / "step_000001").mkdir()
     with RunFolder.open(tmp_path, "run", "auto") as folder:
         assert folder.holds_run
-
-
-def test_never_takes_the_next_free_number(tmp_path: Path) -> None:
-    make_run(tmp_path, "run")
-    make_run(tmp_path, "run-2")
-    with RunFolder.open(tmp_path, "run", "never") as folder:
-        assert folder.name == "run-3"
-        assert not folder.holds_run
 
 
 def test_never_takes_the_name_itself_when_nothing_was_written_there(tmp_path: Path) -> None:
@@ -81,19 +82,6 @@ def test_never_stays_away_from_files_that_are_not_of_a_run(tmp_path: Path) -> No
 def test_never_takes_another_folder_while_one_is_being_written(tmp_path: Path) -> None:
     with RunFolder.open(tmp_path, "run", "never"), RunFolder.open(tmp_path, "run", "never") as second:
         assert second.name == "run-2"
-
-
-def test_a_checkpoint_of_this_run_as_resume_goes_on_in_its_folder(tmp_path: Path) -> None:
-    make_run(tmp_path, "run")
-    with RunFolder.open(tmp_path, "run", str(tmp_path / "run" / "checkpoints" / "step_000010")) as folder:
-        assert folder.name == "run"
-
-
-def test_a_checkpoint_of_another_run_as_resume_starts_a_new_folder(tmp_path: Path) -> None:
-    make_run(tmp_path, "run")
-    make_run(tmp_path, "other")
-    with RunFolder.open(tmp_path, "run", str(tmp_path / "other" / "checkpoints" / "step_000010")) as folder:
-        assert folder.name == "run-2"
 
 
 def test_two_processes_cannot_write_one_run_and_the_error_names_the_other(tmp_path: Path) -> None:

@@ -30,6 +30,14 @@ SAMPLES = StepSamples(
 CONFIG = {"name": "run", "cluster": {"placement": {"actor,rollout": "all"}}, "data": {"system": None}}
 
 
+@pytest.fixture(autouse=True)
+def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)  # where MLflow puts files
+
+
 def track(
     name: str, runs: Path, steps: range, saved: dict[str, dict[str, str]] | None = None
 ) -> dict[str, dict[str, str]]:
@@ -104,20 +112,26 @@ assert "torch" not in sys.modules
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=within(60))
 
 
-def test_wandb_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    state = track("wandb", tmp_path, range(1, 4))
-    assert track("wandb", tmp_path, range(3, 5), state) == state
-    runs = sorted((tmp_path / "run" / "logs" / "wandb").glob("offline-run-*"))
-    assert all(run.name.endswith(state["wandb"]["id"]) for run in runs)
+def check_it_goes_on_with_the_same_run(name: str, runs: Path, folders: str) -> None:
+    pytest.importorskip(name)
+    state = track(name, runs, range(1, 4))
+    assert track(name, runs, range(3, 5), state) == state
+    written = list((runs / "run" / "logs" / name).glob(folders))
+    assert all(run.name.endswith(state[name]["id"]) for run in written)
 
 
-def test_wandb_gets_tables_histograms_and_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_goes_on_with_the_same_run(tmp_path: Path) -> None:
+    check_it_goes_on_with_the_same_run("wandb", tmp_path, "offline-run-*")
+
+
+def test_swanlab_goes_on_with_the_same_run(tmp_path: Path) -> None:
+    check_it_goes_on_with_the_same_run("swanlab", tmp_path, "run-*")
+
+
+def test_wandb_gets_tables_histograms_and_the_recipe(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     from wandb.proto.wandb_internal_pb2 import Record
 
-    monkeypatch.setenv("WANDB_MODE", "offline")
     track("wandb", tmp_path, range(1, 3))
     [log] = (tmp_path / "run" / "logs" / "wandb").glob("offline-run-*/*.wandb")
     records = [Record.FromString(data) for data in log_records(log.read_bytes())]
@@ -147,13 +161,11 @@ def log_records(content: bytes, block: int = 32768) -> Iterator[bytes]:
             record = b""
 
 
-def test_mlflow_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_goes_on_with_the_same_run(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
     from mlflow.tracking import MlflowClient
 
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    monkeypatch.chdir(tmp_path)  # where it puts files
     state = track("mlflow", tmp_path, range(1, 4))
     assert track("mlflow", tmp_path, range(4, 6), state) == state
     client = MlflowClient()
@@ -164,13 +176,11 @@ def test_mlflow_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert client.get_run(run_id).info.status == "FINISHED"
 
 
-def test_mlflow_gets_a_table_of_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_gets_a_table_of_each_step(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
     from mlflow.tracking import MlflowClient
 
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    monkeypatch.chdir(tmp_path)  # where it puts files
     state = track("mlflow", tmp_path, range(1, 3))
     track("mlflow", tmp_path, range(2, 4), state)
     client, run_id = MlflowClient(), state["mlflow"]["run_id"]
@@ -183,21 +193,11 @@ def test_mlflow_gets_a_table_of_each_step(tmp_path: Path, monkeypatch: pytest.Mo
     assert table["data"][0] == ["1 + 1 =", "<b>2</b>\n*yes*", 1.0]
 
 
-def test_swanlab_gets_the_texts_of_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swanlab_gets_the_texts_of_samples(tmp_path: Path) -> None:
     pytest.importorskip("swanlab")
-    monkeypatch.setenv("SWANLAB_MODE", "offline")
     track("swanlab", tmp_path, range(1, 3))
     written = [path.read_text() for path in (tmp_path / "run" / "logs" / "swanlab").rglob("*.txt")]
     assert any("prompt: 1 + 1 =\nreply: <b>2</b>\n*yes*\nreward: 1.0" in text for text in written), written
-
-
-def test_swanlab_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("swanlab")
-    monkeypatch.setenv("SWANLAB_MODE", "offline")
-    state = track("swanlab", tmp_path, range(1, 4))
-    assert track("swanlab", tmp_path, range(4, 6), state) == state
-    runs = list((tmp_path / "run" / "logs" / "swanlab").glob("run-*"))
-    assert all(run.name.endswith(state["swanlab"]["id"]) for run in runs)
 
 
 def test_trackio_goes_on_with_the_same_run(tmp_path: Path) -> None:

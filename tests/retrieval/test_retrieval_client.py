@@ -91,22 +91,18 @@ def test_what_was_not_asked_for_longest_is_forgotten_first(server: StandInRetrie
     client.close()
 
 
-def item(**columns: Any) -> dict[str, Any]:
-    return columns
-
-
 @pytest.mark.parametrize(
     ("answered", "expected"),
     [
         (
-            item(document={"id": 3, "contents": '"T"\ntext\nmore'}, score=1),
+            {"document": {"id": 3, "contents": '"T"\ntext\nmore'}, "score": 1},
             RetrievedDocument("3", "T", "text\nmore", 1.0),
         ),
-        (item(id="3", contents='"T"\ntext'), RetrievedDocument("3", "T", "text", None)),
-        (item(document={"contents": '"T"\ntext'}), RetrievedDocument("", "T", "text", None)),
-        (item(document='"T"\ntext', score=0.5), RetrievedDocument("", "T", "text", 0.5)),
-        (item(id="3", contents="text"), RetrievedDocument("3", "", "text", None)),
-        (item(id="3", title="T", text="text"), RetrievedDocument("3", "T", "text", None)),
+        ({"id": "3", "contents": '"T"\ntext'}, RetrievedDocument("3", "T", "text", None)),
+        ({"document": {"contents": '"T"\ntext'}}, RetrievedDocument("", "T", "text", None)),
+        ({"document": '"T"\ntext', "score": 0.5}, RetrievedDocument("", "T", "text", 0.5)),
+        ({"id": "3", "contents": "text"}, RetrievedDocument("3", "", "text", None)),
+        ({"id": "3", "title": "T", "text": "text"}, RetrievedDocument("3", "T", "text", None)),
     ],
 )
 def test_documents_come_in_several_shapes(

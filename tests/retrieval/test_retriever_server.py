@@ -171,40 +171,35 @@ def test_other_machines_are_let_in_only_on_purpose(bm25_index: Path, tmp_path: P
 
 def test_what_is_beyond_the_queue_is_refused_at_once(tmp_path: Path) -> None:
     """One request is searched, one waits, the third hears 503; then the first two are answered."""
-    with search_service() as service:
-        (tmp_path / "online.yaml").write_text(
-            f"url: {service.url}/?q={{query}}\nresults: web.results\nconcurrency: 1\n"
-        )
-        service.may_answer.clear()
-        options = ("--online", "online.yaml", "--max-waiting", "1")
-        with serving(tmp_path, *options) as served, ThreadPoolExecutor(2) as clients:
-            first = clients.submit(served.ask, "/retrieve", {"queries": ["first"]})
-            wait_until(lambda: len(service.requests) == 1)
-            second = clients.submit(served.ask, "/retrieve", {"queries": ["second"]})
-            wait_until(lambda: served.metric("queue_depth") == 1)
-            third = served.ask("/retrieve", {"queries": ["third"]})
-            assert not first.done()
-            assert (third.status, third.headers["Retry-After"]) == (503, "1")
-            assert "waiting" in third.json["error"]
-            service.may_answer.set()
-            assert [first.result().status, second.result().status] == [200, 200]
-            assert served.metric('refused_total{reason="overloaded"}') == 1
-        assert [path for path, _, _ in service.requests] == ["/?q=first", "/?q=second"]
+    with full_queue(tmp_path) as (service, served):
+        third = served.ask("/retrieve", {"queries": ["third"]})
+        assert (third.status, third.headers["Retry-After"]) == (503, "1")
+        assert "waiting" in third.json["error"]
+        assert served.metric('refused_total{reason="overloaded"}') == 1
+    assert [path for path, _, _ in service.requests] == ["/?q=first", "/?q=second"]
 
 
 def test_a_request_is_refused_before_its_body_if_too_many_wait(tmp_path: Path) -> None:
-    with search_service() as service, serving_one_at_a_time(service, tmp_path, "--max-waiting", "1") as served:
+    with full_queue(tmp_path) as (_, served):
+        connection = HTTPConnection(served.url.removeprefix("http://"), timeout=within(10))
+        connection.putrequest("POST", "/retrieve")
+        connection.putheader("Content-Length", "1000000")
+        connection.endheaders()  # and no body
+        assert connection.getresponse().status == 503
+
+
+@contextmanager
+def full_queue(folder: Path) -> Iterator[tuple[Service, Served]]:
+    """A server with a request that is searched and one that waits; both are answered at the end."""
+    with search_service() as service, serving_one_at_a_time(service, folder, "--max-waiting", "1") as served:
         service.may_answer.clear()
         with ThreadPoolExecutor(2) as clients:
             first = clients.submit(served.ask, "/retrieve", {"queries": ["first"]})
             wait_until(lambda: len(service.requests) == 1)
             second = clients.submit(served.ask, "/retrieve", {"queries": ["second"]})
             wait_until(lambda: served.metric("queue_depth") == 1)
-            connection = HTTPConnection(served.url.removeprefix("http://"), timeout=within(10))
-            connection.putrequest("POST", "/retrieve")
-            connection.putheader("Content-Length", "1000000")
-            connection.endheaders()  # and no body
-            assert connection.getresponse().status == 503
+            yield service, served
+            assert not first.done()
             service.may_answer.set()
             assert [first.result().status, second.result().status] == [200, 200]
 
@@ -233,16 +228,12 @@ def test_the_server_gives_up_before_its_clients_do() -> None:
 
 @pytest.mark.deadline("the last request must be answered within the 0.2 s that the first ones exceed")
 def test_a_request_that_is_not_answered_in_time_is_given_up(tmp_path: Path) -> None:
-    with search_service() as service:
-        (tmp_path / "online.yaml").write_text(
-            f"url: {service.url}/?q={{query}}\nresults: web.results\nconcurrency: 1\n"
-        )
+    with search_service() as service, serving_one_at_a_time(service, tmp_path, "--timeout", "0.2") as served:
         service.may_answer.clear()
-        with serving(tmp_path, "--online", "online.yaml", "--timeout", "0.2") as served:
-            assert "not answered in 0.2 s" in served.ask("/retrieve", {"queries": ["a"]}).json["error"]
-            assert served.ask("/retrieve", {"queries": ["b"]}).status == 503
-            service.may_answer.set()
-            wait_until(lambda: served.ask("/retrieve", {"queries": ["c"]}).status == 200)
+        assert "not answered in 0.2 s" in served.ask("/retrieve", {"queries": ["a"]}).json["error"]
+        assert served.ask("/retrieve", {"queries": ["b"]}).status == 503
+        service.may_answer.set()
+        wait_until(lambda: served.ask("/retrieve", {"queries": ["c"]}).status == 200)
         assert [path for path, _, _ in service.requests] == ["/?q=a", "/?q=c"]  # nobody waited for b any more
 
 

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from deadlines import within
@@ -20,9 +20,11 @@ from corral.http_server import listen, make_server, protect
 
 
 @contextlib.contextmanager
-def served(max_connections: int, token: str | None = "secret-token") -> Iterator[int]:
+def served(
+    max_connections: int, token: str | None = "secret-token", hello: Callable[[], str] = lambda: "hello"
+) -> Iterator[int]:
     app = FastAPI()
-    app.get("/hello")(lambda: "hello")
+    app.get("/hello")(hello)
     protect(app, token)
     server, listening = make_server(app, max_connections), listen("127.0.0.1", 0)
     thread = threading.Thread(target=lambda: server.run(sockets=[listening]), daemon=True)
@@ -102,14 +104,8 @@ def test_an_answer_that_takes_long_is_waited_for(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(http_server, "REQUEST_S", 0.2)
     monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 0.2)
     monkeypatch.setattr(http_server, "CHECK_S", 0.1)
-    app = FastAPI()
-    app.get("/hello")(lambda: time.sleep(1.5) or "late")
-    server, listening = make_server(app, 10), listen("127.0.0.1", 0)
-    thread = threading.Thread(target=lambda: server.run(sockets=[listening]), daemon=True)
-    thread.start()
-    assert ask(listening.getsockname()[1]) == "late"
-    server.should_exit = True
-    thread.join(within(10))
+    with served(max_connections=10, hello=lambda: time.sleep(1.5) or "late") as port:
+        assert ask(port) == "late"
 
 
 @pytest.mark.deadline("a request must arrive within 0.5 s")

@@ -5,6 +5,7 @@ import pytest
 
 from corral.data.sources import load_rows
 from corral.recipe.schema import Data, Source
+from corral.rewards.scorers import math, reasoning_gym
 
 
 @pytest.mark.parametrize(
@@ -23,15 +24,11 @@ from corral.recipe.schema import Data, Source
 )
 def test_math_accepts_what_is_equal(response: str, answer: Any) -> None:
     pytest.importorskip("math_verify")
-    from corral.rewards.scorers import math
-
     assert math(response, answer) == 1
 
 
 def test_math_gives_the_format_score_for_a_wrong_answer_in_a_box() -> None:
     pytest.importorskip("math_verify")
-    from corral.rewards.scorers import math
-
     assert math(r"\boxed{4}", "3") == 0
     assert math(r"\boxed{4}", "3", format_score=0.1) == 0.1
     assert math("4", "3", format_score=0.1) == 0
@@ -52,24 +49,18 @@ def test_math_scores_right_and_wrong_answers_as_it_is_told(
     response: str, format_score: float | None, expected: float
 ) -> None:
     pytest.importorskip("math_verify")
-    from corral.rewards.scorers import math
-
     assert math(response, ["2", "3"], right=5, wrong=-5, format_score=format_score) == expected
 
 
 @pytest.mark.parametrize("answer", [None, [], [None]])
 def test_math_needs_a_reference(answer: Any) -> None:
     pytest.importorskip("math_verify")
-    from corral.rewards.scorers import math
-
     with pytest.raises(ValueError, match="the row has no answer to compare with"):
         math(r"\boxed{3}", answer)
 
 
 def test_math_does_not_need_the_main_thread() -> None:
     pytest.importorskip("math_verify")
-    from corral.rewards.scorers import math
-
     scores: list[float] = []
     thread = threading.Thread(target=lambda: scores.append(math(r"\boxed{0.5}", r"\frac{1}{2}")))
     thread.start()
@@ -80,8 +71,6 @@ def test_math_does_not_need_the_main_thread() -> None:
 @pytest.mark.parametrize("task", ["chain_sum", "mini_sudoku", "knights_knaves", "arc_1d"])
 def test_reasoning_gym_scores_its_own_answers(task: str) -> None:
     pytest.importorskip("reasoning_gym")
-    from corral.rewards.scorers import reasoning_gym
-
     source = Source(path=f"reasoning_gym:{task}", size=2)
     for row in load_rows(source, Data(train=source)):
         assert reasoning_gym(f"hm <answer>{row.answer}</answer>", row.extra) == 1
@@ -91,7 +80,5 @@ def test_reasoning_gym_scores_its_own_answers(task: str) -> None:
 
 def test_reasoning_gym_raises_for_rows_of_other_sources() -> None:
     pytest.importorskip("reasoning_gym")
-    from corral.rewards.scorers import reasoning_gym
-
     with pytest.raises(ValueError, match="not from a `reasoning_gym:` source"):
         reasoning_gym("3", {})

@@ -65,9 +65,7 @@ CASES: Any = pytest.mark.parametrize(
 
 @pytest.mark.slow
 @CASES
-@pytest.mark.parametrize(
-    "family", ["llama", "qwen3_moe", pytest.param("llama/sdpa", marks=pytest.mark.slow), "llama+lora"]
-)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "llama/sdpa", "llama+lora"])
 def test_gradients_and_updates_are_those_of_plain_training(
     family: str, checkpointing: GradientCheckpointing, offload: tuple[str, ...], max_tokens: int | None
 ) -> None:
@@ -76,12 +74,6 @@ def test_gradients_and_updates_are_those_of_plain_training(
     assert deviation(found.gradients, expected.gradients) <= tolerance
     assert deviation(found.weights, expected.weights) <= tolerance
     assert deviation({"": found.logprobs}, {"": expected.logprobs}) <= tolerance
-
-
-@pytest.mark.slow
-def test_with_an_attention_of_torch_too() -> None:
-    """All at once; one by one in the slow tests, for each takes seconds."""
-    test_gradients_and_updates_are_those_of_plain_training("llama/sdpa", True, ("activations",), FEW)
 
 
 @pytest.mark.slow

@@ -155,10 +155,11 @@ def test_any_damage_to_any_file_is_noticed(tmp_path_factory: pytest.TempPathFact
     assert problem_with(folder, hashes=True) is not None
 
 
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("keep", "kept"), [(2, [3, 4]), (None, [1, 2, 3, 4])])
+def test_only_the_newest_are_kept_or_all_if_asked_for(tmp_path: Path, keep: int | None, kept: list[int]) -> None:
     make(tmp_path, 1, 2, 3, 4)
-    prune(tmp_path, keep=2)
-    assert [step for step, _ in list_checkpoints(tmp_path)] == [3, 4]
+    prune(tmp_path, keep=keep)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == kept
 
 
 @pytest.mark.parametrize(("metric", "kept"), [("validation/loss", [1, 4]), ("validation/mean@1", [3, 4])])
@@ -168,12 +169,6 @@ def test_the_best_is_kept_whatever_is_not_a_number(tmp_path: Path, metric: str, 
             write(work)
     prune(tmp_path, keep=1, best=metric)
     assert [step for step, _ in list_checkpoints(tmp_path)] == kept
-
-
-def test_all_are_kept_if_asked_for(tmp_path: Path) -> None:
-    make(tmp_path, 1, 2, 3, 4)
-    prune(tmp_path, keep=None)
-    assert [step for step, _ in list_checkpoints(tmp_path)] == [1, 2, 3, 4]
 
 
 def test_a_kill_while_a_checkpoint_becomes_a_model_costs_nothing(tmp_path: Path) -> None:

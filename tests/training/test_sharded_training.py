@@ -463,39 +463,23 @@ def test_a_critic_trains_the_same_weights_in_stages(team: Teams, shape: MeshShap
 # --- what is refused
 
 
-def refusal(shape: MeshShape, family: str, offload: Sequence[str] = ()) -> str:
+def refusal(shape: MeshShape, family: str, offload: Sequence[str] = (), kv_heads: int = 12, num_layers: int = 4) -> str:
+    """What is said of a model with so many key-value heads and layers."""
+    model = build_model(family)
+    model.config.num_key_value_heads = kv_heads
+    del model.model.layers[num_layers:]
     with pytest.raises(UserError) as error:
-        policy_of(build_model(family), mesh_of(shape), offload=offload)
-    return str(error.value)
-
-
-def narrow(shape: MeshShape) -> str:
-    """A model with 12 key-value heads on a mesh that does not divide them."""
-    model = build_model("llama")
-    model.config.num_key_value_heads = 7
-    with pytest.raises(UserError) as error:
-        policy_of(model, mesh_of(shape))
+        policy_of(model, mesh_of(shape), offload=offload)
     return str(error.value)
 
 
 def test_what_cannot_be_cut_is_refused_with_the_numbers(team: Teams) -> None:
-    assert "2 does not divide the model's 7 (num_key_value_heads)" in team(2).run(narrow, MeshShape(tensor=2))[0]
+    narrow = team(2).run(refusal, MeshShape(tensor=2), "llama", (), 7)[0]
+    assert "2 does not divide the model's 7 (num_key_value_heads)" in narrow
     assert "has no experts" in team(2).run(refusal, MeshShape(expert=2), "llama")[0]
     assert "has no experts" in team(4).run(refusal, MeshShape(pipeline=2, expert=2), "llama")[0]
-
-
-def too_few_layers(shape: MeshShape) -> str:
-    model = build_model("llama")
-    del model.model.layers[1:]
-    with pytest.raises(UserError) as error:
-        policy_of(model, mesh_of(shape))
-    return str(error.value)
-
-
-def test_more_stages_than_layers_are_refused(team: Teams) -> None:
-    assert (
-        "2 stages for 1 layers; a stage has one layer at least" in team(2).run(too_few_layers, MeshShape(pipeline=2))[0]
-    )
+    short = team(2).run(refusal, MeshShape(pipeline=2), "llama", (), 12, 1)[0]
+    assert "2 stages for 1 layers; a stage has one layer at least" in short
 
 
 def test_offloads_that_make_no_sense_are_refused(team: Teams) -> None:

@@ -56,6 +56,7 @@ def the_loss_is_given_the_same_log_probs_and_its_value_is_returned(make: MakePol
     assert policy.forward_backward([(pack, loss)]) == pytest.approx(3.0 * float(expected.sum()), rel=1e-5)
     torch.testing.assert_close(given[0], expected)
     assert (given[1][expected != 0] > 0).all()
+    assert not given[1][expected == 0].any()
     assert policy.forward_backward([(None, None)]) == 0.0
 
 
@@ -94,7 +95,9 @@ def what_is_not_finite_never_reaches_the_weights(make: MakePolicy, folder: Path)
     policy.forward_backward([(pack, lambda logprobs, _: logprobs.sum() * math.nan)])
     assert policy.step().skipped
     policy.forward_backward([(pack, lambda logprobs, _: (logprobs - logprobs.detach()).abs().sqrt().sum())])
-    assert policy.step().skipped  # a finite loss with an infinite slope
+    result = policy.step()  # a finite loss with an infinite slope
+    assert result.skipped
+    assert not math.isfinite(result.gradient_norm)
     assert not changed(policy, before)
     policy.forward_backward([(pack, raise_logprobs)])
     assert not policy.step().skipped
