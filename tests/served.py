@@ -1,23 +1,15 @@
 """A FastAPI application on a port of this machine, for as long as a test needs it."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from deadlines import within
+from deadlines import wait_until, within
 
 from corral.http_server import make_server
 
 WAIT_S = within(30)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @contextmanager

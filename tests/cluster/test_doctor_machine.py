@@ -5,14 +5,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from deadlines import within
+from deadlines import wait_until
 from hosts import skip_unless_possible
 
 from corral.cluster.doctor.findings import Finding
@@ -177,9 +176,8 @@ def test_a_worker_in_a_container_is_none_of_this_nodes_business() -> None:
     """It has a network of its own, and from here its head is not to be reached."""
     skip_unless_possible()
     with running("/usr/bin/unshare", "--net", "bash", "-c", "exec -a ray::DeviceProcess sleep 60") as contained:
-        deadline = time.monotonic() + within(10)
-        while not (found := all_processes().get(contained.pid)) or not found.is_rays:
-            assert time.monotonic() < deadline
+        wait_until(lambda: (found := all_processes().get(contained.pid)) and found.is_rays, 10)
+        found = all_processes()[contained.pid]
         assert found.is_elsewhere
         assert str(contained.pid) not in str(list(check_processes({found.pid: found}, None, lambda _: False)))
 

@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from commands import start_corral
-from deadlines import within
+from deadlines import wait_until
 from runs import steps_here, steps_of, write_recipe
 from tiny import SHAPE, tiny_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -56,10 +55,7 @@ def engine_processes(folder: Path) -> list[int]:
 
 def assert_engines_end(folder: Path) -> None:
     """One that was still being started again when the run ended dies with its worker, a moment later."""
-    deadline = time.monotonic() + within(10)
-    while engine_processes(folder) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not engine_processes(folder)
+    wait_until(lambda: not engine_processes(folder), 10)
 
 
 @pytest.mark.slow

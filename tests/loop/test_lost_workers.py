@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from commands import Command, start_corral
-from deadlines import within
+from deadlines import wait_until, within
 from runs import steps_of, write_recipe
 
 from corral.child_process import read_stat
@@ -242,10 +242,7 @@ def test_without_rays_head_process_the_run_is_saved_and_ends_with_one_line(tmp_p
     assert f"all {run.num_steps} steps are saved" in error
     assert "Traceback" not in finished.stderr
     assert problem_with(step_folder(run.path / "checkpoints", run.num_steps), hashes=True) is None
-    deadline = time.monotonic() + within(20)
-    while time.monotonic() < deadline and any("ray::DeviceProcess" in title_of(pid) for pid in workers):
-        time.sleep(0.5)
-    assert not any("ray::DeviceProcess" in title_of(pid) for pid in workers)
+    wait_until(lambda: not any("ray::DeviceProcess" in title_of(pid) for pid in workers), 20)
 
 
 def test_a_worker_is_not_replaced_without_rays_head_and_the_end_has_its_line(tmp_path: Path, tiny_model: Path) -> None:
@@ -311,9 +308,8 @@ def test_nothing_is_left_after_any_end(tmp_path: Path, tiny_model: Path, end: st
             memory = [path.name for path in Path("/dev/shm").iterdir() if any(f"_{pid}_" in path.name for pid in own)]
             return [*(f"{pid} {title_of(pid)}" for pid in same if title_of(pid)), *files, *memory]
 
-        deadline = time.monotonic() + within(150)  # Ray's own helpers wait for the head, if the controller was killed
-        while left() and time.monotonic() < deadline:
-            time.sleep(0.5)
-        assert left() == []
+        wait_until(
+            lambda: not left(), 150, left, pause_s=0.5
+        )  # Ray's own helpers wait for the head, if the controller was killed
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

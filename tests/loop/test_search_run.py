@@ -5,12 +5,11 @@ import os
 import re
 import signal
 import socket
-import time
 from pathlib import Path
 
 import pytest
 from commands import start_corral
-from deadlines import within
+from deadlines import wait_until
 
 from corral.observe.run_files import read_metrics
 from corral.retrieval.index import build
@@ -113,10 +112,7 @@ def test_a_retriever_that_is_killed_is_started_again_and_the_run_goes_on(
     assert len(rows) >= at + 10
     assert sum(row["samples/errors"] for row in rows) == 0  # they waited for it
     assert all(row["environment/searches"] == 1 for row in rows)
-    deadline = time.monotonic() + within(20)
-    while retriever_pids(folder):
-        assert time.monotonic() < deadline, "the retriever outlived the run"
-        time.sleep(0.1)
+    wait_until(lambda: not retriever_pids(folder), 20)  # it does not outlive the run
 
 
 @pytest.mark.slow

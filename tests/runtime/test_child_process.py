@@ -5,11 +5,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from deadlines import within
+from deadlines import wait_until, within
 
 from corral import child_process
 
@@ -65,14 +64,7 @@ def test_the_worker_ends_with_its_parent(tmp_path: Path) -> None:
 
 
 def until_ended(pid: int) -> None:
-    until(lambda: not is_running(pid))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + within(10)
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not is_running(pid))
 
 
 def is_running(pid: int) -> bool:
@@ -162,7 +154,7 @@ def test_a_folder_goes_when_the_last_process_that_holds_it_was_killed(tmp_path: 
     assert (folder / "file").exists()
     holders[1].kill()
     holders[1].wait()
-    until(lambda: not folder.exists())
+    wait_until(lambda: not folder.exists())
 
 
 def test_a_released_folder_goes_even_if_an_exit_code_is_written_into_it_meanwhile(tmp_path: Path) -> None:
@@ -178,4 +170,4 @@ def test_a_released_folder_goes_even_if_an_exit_code_is_written_into_it_meanwhil
         "child_process.remove_released_folder(folder)"
     )
     subprocess.run([sys.executable, "-c", program, str(folder)], check=True)
-    until(lambda: not folder.exists())
+    wait_until(lambda: not folder.exists())
