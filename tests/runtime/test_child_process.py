@@ -5,7 +5,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from deadlines import wait_until, within
@@ -16,6 +18,11 @@ from corral import child_process
 def begin(folder: Path, program: str) -> "subprocess.Popen[str]":
     shim = [sys.executable, "-I", "-S", child_process.__file__, str(folder), "worker", sys.executable, "-c", program]
     return subprocess.Popen(shim, stdout=subprocess.PIPE, text=True, process_group=0)  # as Ray does it
+
+
+def first_line(process: "subprocess.Popen[Any]") -> Any:
+    assert process.stdout is not None
+    return process.stdout.readline()
 
 
 def run(folder: Path, program: str) -> int | None:
@@ -36,28 +43,23 @@ def test_a_process_that_still_runs_has_none(tmp_path: Path) -> None:
     assert child_process.read_exit(tmp_path, "worker") is None
 
 
-def test_a_signal_is_passed_on_and_the_outcome_still_known(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "send"), [(signal.SIGTERM, os.kill), (signal.SIGKILL, os.killpg)], ids=["to the shim", "to its group"]
+)
+def test_a_signal_is_passed_on_and_the_outcome_still_known(
+    tmp_path: Path, number: signal.Signals, send: Callable[[int, int], None]
+) -> None:
+    """Also where the whole process group is killed, as Ray does it."""
     process = begin(tmp_path, "import time; print(flush=True); time.sleep(60)")
-    assert process.stdout is not None
-    process.stdout.readline()
-    process.terminate()
+    first_line(process)
+    send(process.pid, number)
     process.wait(timeout=within(30))
-    assert child_process.read_exit(tmp_path, "worker") == -signal.SIGTERM
-
-
-def test_the_outcome_is_known_where_the_whole_process_group_is_killed(tmp_path: Path) -> None:
-    process = begin(tmp_path, "import time; print(flush=True); time.sleep(60)")
-    assert process.stdout is not None
-    process.stdout.readline()
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait(timeout=within(30))
-    assert child_process.read_exit(tmp_path, "worker") == -signal.SIGKILL
+    assert child_process.read_exit(tmp_path, "worker") == -number
 
 
 def test_the_worker_ends_with_its_parent(tmp_path: Path) -> None:
     process = begin(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
-    assert process.stdout is not None
-    pid = int(process.stdout.readline())
+    pid = int(first_line(process))
     process.kill()
     process.wait(timeout=within(30))
     until_ended(pid)
@@ -84,8 +86,7 @@ def test_exits_are_described() -> None:
 def test_a_group_is_terminated_with_what_the_child_has_started(tmp_path: Path) -> None:
     program = "import subprocess, sys, time; child = subprocess.Popen(['sleep', '60']); print(child.pid, flush=True)"
     process = child_process.start_child([sys.executable, "-c", program], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    grandchild = int(process.stdout.readline())
+    grandchild = int(first_line(process))
     assert child_process.terminate_group(process, grace_s=within(10)) in (0, -signal.SIGTERM)
     until_ended(grandchild)
 
@@ -93,8 +94,7 @@ def test_a_group_is_terminated_with_what_the_child_has_started(tmp_path: Path) -
 def test_a_child_that_ignores_sigterm_is_killed_after_its_grace() -> None:
     program = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(60)"
     process = child_process.start_child([sys.executable, "-c", program], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.readline()
+    first_line(process)
     assert child_process.terminate_group(process, grace_s=0.1) == -signal.SIGKILL
 
 
@@ -108,8 +108,7 @@ def test_a_child_dies_with_its_parent(kind: str) -> None:
         f"start_child([sys.executable, '-c', {child!r}], {options}); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    pid = int(process.stdout.readline())
+    pid = int(first_line(process))
     process.kill()
     process.wait(timeout=within(30))
     until_ended(pid)
@@ -146,8 +145,7 @@ def test_a_folder_goes_when_the_last_process_that_holds_it_was_killed(tmp_path: 
         for _ in range(2)
     ]
     for process in holders:
-        assert process.stdout is not None
-        process.stdout.readline()
+        first_line(process)
     holders[0].kill()
     holders[0].wait()
     time.sleep(0.3)
