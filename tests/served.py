@@ -1,5 +1,6 @@
 """A FastAPI application on a port of this machine, for as long as a test needs it."""
 
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,13 @@ from deadlines import wait_until, within
 from corral.http_server import make_server
 
 WAIT_S = within(30)
+
+
+def free_port() -> int:
+    """On which nobody listens yet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import pytest
 from clusters import begin_up
 from deadlines import wait_until, within
 from hosts import CORRAL, Lab
-from runs import RECIPE, steps_of
+from runs import RECIPE, num_steps, steps_of
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.xdist_group("jobs")]
 
@@ -121,8 +121,7 @@ class Project:
         return self.shared / "runs" / name
 
     def wait_for_steps(self, name: str, number: int) -> None:
-        metrics = self.run_folder(name) / "metrics.jsonl"
-        wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= number, WAIT_S)
+        wait_until(lambda: num_steps(self.run_folder(name)) >= number, WAIT_S)
 
     def ask_dashboard(self, path: str) -> str:
         return self.lab.run(HEAD, [sys.executable, "-c", ASK, f"http://127.0.0.1:8265{path}"]).stdout

@@ -14,6 +14,7 @@ import torch
 from commands import start_corral
 from deadlines import wait_until
 from runs import steps_here, steps_of, write_recipe
+from same_rows import assert_same
 from tiny import SHAPE, tiny_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -21,16 +22,8 @@ from corral.observe.ledger import Ledger
 
 OWN_PROCESS = "rollout.engine={name: native, own_process: true}"
 VLLM_PYTHON = os.environ.get("CORRAL_TEST_VLLM_PYTHON")
-MEASURED = ("reward/mean", "policy/loss", "policy/gradient_norm", "length/mean")
 LIMIT_S = 240
 APART = "cluster.placement={rollout: 0-1, actor: 2}"
-
-
-def assert_same(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
-    assert len(rows) == len(others) > 0
-    for row, other in zip(rows, others, strict=True):
-        for name in MEASURED:
-            assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), (row["step"], name)
 
 
 @pytest.mark.slow

@@ -4,12 +4,12 @@ import json
 import os
 import re
 import signal
-import socket
 from pathlib import Path
 
 import pytest
 from commands import start_corral
 from deadlines import wait_until
+from served import free_port
 
 from corral.observe.run_files import read_metrics
 from corral.retrieval.index import build
@@ -67,10 +67,7 @@ def folder(tmp_path: Path, tiny_model: Path) -> Path:
 
 
 def write_recipe(folder: Path, model: Path, runtime: str) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    text = RECIPE.format(folder=folder, model=model, port=port, runtime=runtime)
+    text = RECIPE.format(folder=folder, model=model, port=free_port(), runtime=runtime)
     (folder / "recipe.yaml").write_text(text)
 
 
