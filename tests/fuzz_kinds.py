@@ -30,7 +30,7 @@ from corral.envs.chat_endpoint import ChangedHistory
 from corral.recipe.keys import all_keys, choices_of
 from corral.recipe.load import dump_recipe
 from corral.recipe.schema import Data, Model, Source
-from corral.retrieval.index import build
+from corral.retrieval.index import build, open_index
 from corral.retrieval.searcher import Retriever
 from corral.retrieval.server import QueryBatcher, RetrieverService, ServerLimits
 from corral.retrieval.server import make_app as retriever_app
@@ -78,7 +78,7 @@ def recipe_values() -> list[Any]:
     found: list[Any] = [name for key in all_keys().values() for name in choices_of(key.annotation)]
     found += [key.default for key in all_keys().values() if not key.required]
     trees = [yaml.safe_load(text) for text in recipes()]
-    return found + [value for tree in trees for section in tree.values() for value in [section]]
+    return found + [section for tree in trees for section in tree.values()]
 
 
 @functools.cache
@@ -112,11 +112,6 @@ def as_yaml(tree: Any) -> str:
         return json.dumps(tree)
     except RecursionError:
         return "[" * 3000
-
-
-@kind("recipe", 9, broken_recipe)
-def plan_recipe(folder: Path) -> Iterator[Attempt]:
-    yield lambda text: plan(folder, text, [])
 
 
 def plan(folder: Path, text: str, overrides: Sequence[str]) -> bool:
@@ -190,9 +185,12 @@ def broken_placement(rng: random.Random) -> str:
         return SMALL
 
 
-@kind("placement", 16, broken_placement)
-def plan_placement(folder: Path) -> Iterator[Attempt]:
+def plan_text(folder: Path) -> Iterator[Attempt]:
     yield lambda text: plan(folder, text, [])
+
+
+kind("recipe", 9, broken_recipe)(plan_text)
+kind("placement", 16, broken_placement)(plan_text)
 
 
 # --- configurations of other systems: `corral migrate`
@@ -298,9 +296,9 @@ def parquet(rng: random.Random, rows: list[dict[str, Any]]) -> bytes:
     import pyarrow.parquet
 
     written = io.BytesIO()
-    trees = [broken_tree(rows[0], rng) if rng.random() < 0.7 else rows[0]]
+    row = broken_tree(rows[0], rng) if rng.random() < 0.7 else rows[0]
     try:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([one for one in trees if isinstance(one, dict)]), written)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] if isinstance(row, dict) else []), written)
     except Exception:  # values of which there is no table
         return b"PAR1" + rng.randbytes(40) + b"PAR1"
     return broken_bytes(written.getvalue(), rng) if rng.random() < 0.5 else written.getvalue()
@@ -385,15 +383,9 @@ def ask_retriever(folder: Path) -> Iterator[Attempt]:
     corpus.write_text("\n".join(json.dumps({"id": str(i), "contents": text}) for i, text in enumerate(passages)))
     build(corpus, folder / "index")
     service = RetrieverService(3, ServerLimits())
-    service.batcher = QueryBatcher(open_retriever(folder / "index"), service.limits.waiting, service.metrics)
+    service.batcher = QueryBatcher(Retriever(open_index(folder / "index")), service.limits.waiting, service.metrics)
     client = Client(retriever_app(service, None))
     yield lambda content: client.post("/retrieve", content)
-
-
-def open_retriever(index: Path) -> Retriever:
-    from corral.retrieval.index import open_index
-
-    return Retriever(open_index(index))
 
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2?"}]

@@ -9,7 +9,6 @@ one fails, those of the nearest file first. The test that failed has to pass aga
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-LIMIT_S = 900.0
-"""Of the tests of one mutation."""
+LIMIT_S = 900
+"""Seconds of the tests of one mutation."""
 
 MUTATIONS = r"""
 corral/algorithms/advantages.py: generalized advantage estimation does not discount the next value
@@ -162,23 +161,12 @@ def copy_tree(copy: Path) -> None:
 def first_failure(tree: Path, *tests: Path | str) -> str | None:
     """The first of the fast tests that fails; None: all pass."""
     options = ["-n", "0", "-x", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-m", "not slow and not lab"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *options, *tests],
-        cwd=tree,
-        env=os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise RuntimeError(f"the tests had not ended after {LIMIT_S:.0f} s") from None
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?::.+?)(?: - .*)?$", output, re.MULTILINE)
-    if process.returncode != (failed is not None):
-        raise RuntimeError(f"pytest ended with {process.returncode}: {output[-1000:]}")
+    command = ["timeout", "--kill-after=10", str(LIMIT_S), sys.executable, "-m", "pytest", *options, *tests]
+    env = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=tree, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?::.+?)(?: - .*)?$", ended.stdout, re.MULTILINE)
+    if ended.returncode != (failed is not None):
+        raise RuntimeError(f"pytest ended with {ended.returncode} (124: after {LIMIT_S} s): {ended.stdout[-1000:]}")
     return failed and failed[1]
 
 

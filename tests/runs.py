@@ -65,6 +65,22 @@ def write_recipe(folder: Path, model: Path) -> Path:
     return path
 
 
+def slowly(folder: Path, seconds: float) -> tuple[str, ...]:
+    """Overrides: the reward takes its time, and `calls` has a byte for each call."""
+    reward = "environment.reward"
+    return (
+        f"{reward}.name={folder}/vowels.py:slowly",
+        f"{reward}.options.calls={folder}/calls",
+        f"{reward}.options.seconds={seconds}",
+    )
+
+
+def num_steps(run: Path) -> int:
+    """Rows of metrics that it has written so far."""
+    metrics = run / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
 def train_here(folder: Path, model: Path, *overrides: str) -> Path:
     """In this process; returns the run's folder."""
     recipe = load_recipe(write_recipe(folder, model), overrides)

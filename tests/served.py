@@ -1,23 +1,23 @@
 """A FastAPI application on a port of this machine, for as long as a test needs it."""
 
+import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from deadlines import within
+from deadlines import wait_until, within
 
 from corral.http_server import make_server
 
 WAIT_S = within(30)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def free_port() -> int:
+    """On which nobody listens yet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @contextmanager

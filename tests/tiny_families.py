@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tiny import tiny_tokenizer
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -67,15 +68,17 @@ SIZES: dict[str, Any] = {
 }
 VISION_SIZES = {"depth": 2, "out_hidden_size": 64, "num_position_embeddings": 64, "patch_size": 8, "image_size": 32}
 LATENT = {"head_dim": 8, "num_key_value_heads": 4}
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
 HYBRID = ["linear_attention", "full_attention"] * 2
 DOTS = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-GEMMA4 = {
+GEMMA3N = {
     "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 16,
-    "global_head_dim": 32,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "layer_types": ALTERNATING,
     "num_kv_shared_layers": 0,
 }
+GEMMA4 = {**GEMMA3N, "global_head_dim": 32}
+ZAMBA = {"layers_block_type": ["mamba", "hybrid"] * 2, "attention_hidden_size": 128, "attention_head_dim": 32}
 OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "deepseek_v3", "longcat_flash", "youtu", "minicpm3", "glm4_moe_lite"), LATENT),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "axk2"), LATENT),
@@ -102,28 +105,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
     "kimi_linear": {**LATENT, "layer_types": HYBRID, "linear_head_dim": 8, "linear_num_heads": 2},
     "mamba2": {"hidden_size": 64, "num_heads": 8, "head_dim": 16, "expand": 2},
-    "zamba2": {
-        "layers_block_type": ["mamba", "hybrid"] * 2,
-        "hybrid_layer_ids": [1, 3],
-        "mamba_headdim": 32,
-        "attention_hidden_size": 128,
-        "attention_head_dim": 32,
-    },
-    "zamba": {
-        "layers_block_type": ["mamba", "hybrid"] * 2,
-        "attention_hidden_size": 128,
-        "attention_head_dim": 32,
-        "use_mamba_kernels": False,
-    },
-    "gemma3n_text": {
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 0,
-        "vocab_size_per_layer_input": VOCABULARY,
-        "hidden_size_per_layer_input": 16,
-        "laurel_rank": 8,
-        "intermediate_size": 48,
-        "activation_sparsity_pattern": [0.0] * 4,
-    },
+    "zamba2": {**ZAMBA, "hybrid_layer_ids": [1, 3], "mamba_headdim": 32},
+    "zamba": {**ZAMBA, "use_mamba_kernels": False},
+    "gemma3n_text": {**GEMMA3N, "laurel_rank": 8, "intermediate_size": 48, "activation_sparsity_pattern": [0.0] * 4},
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), GEMMA4),
     "reformer": {"is_decoder": True},
     "cohere_compass_text": {
@@ -138,7 +122,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "xlm": {"n_words": VOCABULARY, "emb_dim": 64, "causal": True},
 }
 WINDOW = 8
-ALTERNATING = ["sliding_attention", "full_attention"] * 2
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 
 
@@ -170,11 +153,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window8": ("mistral", {"sliding_window": WINDOW}),
     "qwen2-window8": (
         "qwen2",
-        {
-            "sliding_window": WINDOW,
-            "use_sliding_window": True,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-        },
+        {"sliding_window": WINDOW, "use_sliding_window": True, "layer_types": ALTERNATING},
     ),
     "gemma2-window8": ("gemma2", {"sliding_window": WINDOW, "query_pre_attn_scalar": 16}),
     "gemma3-window8": ("gemma3_text", {"sliding_window": WINDOW, "query_pre_attn_scalar": 16}),
@@ -276,6 +255,15 @@ def tiny_family_model(config: Any, seed: int = 0, attention: str | None = None) 
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     randomize(model, seed)
     return model.eval()
+
+
+def save_with_tokenizer(name: str, folder: Path) -> Path:
+    """A model of the family that speaks the tiny tokenizer's tokens, as runs load it."""
+    config, tokenizer = config_of(name), tiny_tokenizer()
+    config.update({"vocab_size": len(tokenizer)})
+    tiny_family_model(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 @torch.no_grad()

@@ -8,10 +8,14 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from commands import start_corral
 from deadlines import within
 from guides import block
+from hosts import CORRAL, Lab
+from runs import write_recipe
 
 from corral.cluster import chaos
 from corral.cluster.chaos import ChaosRun
@@ -203,9 +207,6 @@ def test_every_kind_is_described() -> None:
 @pytest.mark.xdist_group("ray")
 @pytest.mark.slow
 def test_a_real_run_survives_the_faults_of_the_page(tmp_path: Path, tiny_model: Path) -> None:
-    from commands import start_corral
-    from runs import write_recipe
-
     write_recipe(tmp_path, tiny_model)
     [command] = block("chaos").commands
     finished = start_corral(tmp_path, *command.split()[1:], "optimizer.learning_rate=1e-4", SILENCE).wait(500)
@@ -227,23 +228,23 @@ def test_a_run_in_forks_survives_them_too(tmp_path: Path, mode: str) -> None:
     assert len({fault["kind"] for fault in faults}) == (5 if mode == "stale" else 4)
 
 
+def chaos_on_hosts(lab: Lab, recipe: Path, *options: str) -> tuple[dict[str, Any], str]:
+    """The report of `corral chaos` on the first host, and what it printed."""
+    lab.start_ray(devices=1)
+    command = [*CORRAL, "chaos", str(recipe), "cluster.devices_per_node=1", "optimizer.learning_rate=1e-4", *options]
+    output = lab.run(0, [*command, "--interval=1", SILENCE], timeout_s=500, OMP_NUM_THREADS="1").stdout
+    return json.loads((recipe.parent / "runs" / "tiny-chaos" / "chaos.json").read_text()), output
+
+
 @pytest.mark.xdist_group("ray")
 @pytest.mark.lab
 @pytest.mark.slow
 def test_a_node_that_is_cut_off_is_noticed_and_can_be_reached_again(tmp_path: Path, tiny_model: Path) -> None:
-    from hosts import Lab
-    from runs import write_recipe
-
-    recipe = write_recipe(tmp_path, tiny_model)
-    apart = ("cluster.nodes=3", "cluster.devices_per_node=1", "cluster.placement={actor: 0, rollout: 1-2}")
-    own = (*apart, "cluster.min_nodes=2", "optimizer.learning_rate=1e-4", "--kinds=cut-off-node")
-    command = [sys.executable, "-c", "from corral.cli.main import main; main()", "chaos", str(recipe), *own]
+    apart = ("cluster.nodes=3", "cluster.placement={actor: 0, rollout: 1-2}", "cluster.min_nodes=2")
     with Lab(3) as lab:
-        lab.start_ray(devices=1)
-        options = ["--faults=1", "--interval=1", SILENCE]
-        output = lab.run(0, [*command, *options], timeout_s=500, OMP_NUM_THREADS="1").stdout
+        recipe = write_recipe(tmp_path, tiny_model)
+        report, output = chaos_on_hosts(lab, recipe, *apart, "--kinds=cut-off-node", "--faults=1")
         routes = [lab.run(host, ["ip", "route"]).stdout for host in (1, 2)]
-    report = json.loads((tmp_path / "runs" / "tiny-chaos" / "chaos.json").read_text())
     [fault] = report["faults"]
     assert report["passed"], output + (tmp_path / "runs" / "tiny-chaos" / "logs" / "chaos.log").read_text()
     assert fault["target"] in ("h2", "h3")
@@ -257,18 +258,10 @@ def test_a_node_that_is_cut_off_is_noticed_and_can_be_reached_again(tmp_path: Pa
 @pytest.mark.lab
 @pytest.mark.slow
 def test_workers_of_other_nodes_are_hit_too(tmp_path: Path, tiny_model: Path) -> None:
-    from hosts import Lab
-    from runs import write_recipe
-
-    recipe = write_recipe(tmp_path, tiny_model)
-    apart = ("cluster.nodes=2", "cluster.devices_per_node=1", "cluster.placement={rollout: 0, actor: 1}")
-    own = (*apart, "checkpoint.every=2", "optimizer.learning_rate=1e-4", "--kinds=kill-worker,kill-reward")
-    command = [sys.executable, "-c", "from corral.cli.main import main; main()", "chaos", str(recipe), *own]
+    apart = ("cluster.nodes=2", "cluster.placement={rollout: 0, actor: 1}", "checkpoint.every=2")
     with Lab(2) as lab:
-        lab.start_ray(devices=1)
-        lab.run(0, [*command, "--faults=3", "--seed=2", "--interval=1", SILENCE], timeout_s=500, OMP_NUM_THREADS="1")
-    faults = json.loads((tmp_path / "runs" / "tiny-chaos" / "chaos.json").read_text())["faults"]
-    assert [fault["target"] for fault in faults if fault["kind"] == "kill-worker"] == [
-        "device 1 (actor)",
-        "device 0 (rollout)",
-    ]
+        recipe = write_recipe(tmp_path, tiny_model)
+        kinds = "--kinds=kill-worker,kill-reward"
+        report, _ = chaos_on_hosts(lab, recipe, *apart, kinds, "--faults=3", "--seed=2")
+    targets = [fault["target"] for fault in report["faults"] if fault["kind"] == "kill-worker"]
+    assert targets == ["device 1 (actor)", "device 0 (rollout)"]

@@ -7,22 +7,21 @@ import re
 import secrets
 import shlex
 import shutil
-import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from containers import IMAGE, REPOSITORY, Podman
+from hosts import CORRAL
 from launching import HOSTILE, work
 from runs import steps_of, write_recipe
+from served import free_port
 
 from corral.cluster.launchers.containers import ContainerCluster, mount_flag, run_command
 from corral.recipe.errors import UserError
 
-CORRAL = [sys.executable, "-m", "corral.cli.main"]
 DOCKERFILES = [REPOSITORY / "docker" / name for name in ("Dockerfile", "Dockerfile.rocm")]
 RUN_S = 240
 
@@ -291,10 +290,3 @@ def test_a_container_that_fails_says_why_and_nothing_is_left(podman, folder):
     assert "is empty" in result.stdout + result.stderr
     assert f"podman exec {name}-0" in result.stderr.splitlines()[-1]
     assert name not in podman.run("ps", "--all").stdout + podman.run("network", "ls").stdout
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

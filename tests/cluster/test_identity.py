@@ -17,59 +17,42 @@ def identity(environment: dict[str, str], **options: object) -> NodeIdentity:
     return find_identity(environment, **options)  # type: ignore[arg-type]
 
 
-def test_the_variables_of_the_guides_count_nodes() -> None:
-    found = identity({"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
-    assert (found.rank, found.num_nodes, found.head, found.port) == (2, 4, "10.0.0.1", 29500)
-    assert not found.is_head
+GUIDE = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+DSTACK = {"DSTACK_NODE_RANK": "1", "DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_IP": "10.1.0.5"}
+TORCHRUN = {"RANK": "8", "WORLD_SIZE": "16", "LOCAL_RANK": "0", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
+TORCHRUN |= {"MASTER_ADDR": "a", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "job7"}
 
 
-def test_the_port_is_6379_unless_it_is_given() -> None:
-    assert identity({"RANK": "0"}).port == 6379
-    assert identity({"RANK": "0", "MASTER_PORT": "7000"}, port=7001).port == 7001
-    assert identity({}, join="10.0.0.1:7002").port == 7002
-
-
-def test_without_anything_said_it_is_a_cluster_of_one_machine() -> None:
-    found = identity({})
-    assert found.is_head
-    assert found.num_nodes is None
-
-
-def test_one_that_joins_needs_no_rank() -> None:
-    found = identity({}, join="head.example")
-    assert (found.rank, found.head) == (None, "head.example")
-
-
-def test_slurm_numbers_nodes_by_their_place_in_the_list() -> None:
-    found = identity({**SLURM, "SLURM_NODEID": "0"})  # a step on one node calls it 0
-    assert (found.rank, found.num_nodes, found.head, found.id) == (1, 3, "gpu-07", "41")
-
-
-def test_dstack_says_rank_head_and_number() -> None:
-    found = identity({"DSTACK_NODE_RANK": "1", "DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_IP": "10.1.0.5"})
-    assert (found.rank, found.num_nodes, found.head) == (1, 2, "10.1.0.5")
-
-
-def test_torchrun_counts_processes_in_rank_and_nodes_in_group_rank() -> None:
-    torchrun = {"RANK": "8", "WORLD_SIZE": "16", "LOCAL_RANK": "0", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
-    found = identity({**torchrun, "MASTER_ADDR": "a", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "job7"})
-    assert (found.rank, found.num_nodes, found.id) == (1, 2, "job7")
-    assert found.port == 6379  # torchrun itself listens on MASTER_PORT
+@pytest.mark.parametrize(
+    ("environment", "options", "expected"),
+    [
+        (GUIDE, {}, {"rank": 1, "num_nodes": 2, "head": "a", "port": 29500, "is_head": False}),
+        (GUIDE, {"rank": 3, "nodes": 4, "join": "b"}, {"rank": 3, "num_nodes": 4, "head": "b"}),
+        ({}, {}, {"is_head": True, "num_nodes": None}),
+        ({}, {"join": "head.example"}, {"rank": None, "head": "head.example"}),
+        # a step on one node calls it 0
+        ({**SLURM, "SLURM_NODEID": "0"}, {}, {"rank": 1, "num_nodes": 3, "head": "gpu-07", "id": "41"}),
+        (DSTACK, {}, {"rank": 1, "num_nodes": 2, "head": "10.1.0.5"}),
+        # RANK counts processes, and torchrun itself listens on MASTER_PORT
+        (TORCHRUN, {}, {"rank": 1, "num_nodes": 2, "id": "job7", "port": 6379}),
+        # the number of nodes is known from its variable whoever says the rank, unless it has no place among them
+        ({"WORLD_SIZE": "4", "RANK": ""}, {"rank": 1, "join": "a"}, {"num_nodes": 4}),
+        ({"WORLD_SIZE": "4"}, {"join": "a"}, {"num_nodes": None}),
+        ({"RANK": "0"}, {}, {"port": 6379}),
+        ({"RANK": "0", "MASTER_PORT": "7000"}, {"port": 7001}, {"port": 7001}),
+        ({}, {"join": "10.0.0.1:7002"}, {"port": 7002}),
+    ],
+    ids=["guides", "options come first", "nothing", "joins", "Slurm", "dstack", "torchrun", "number from its variable",
+         "no place", "default port", "given port", "port of the head"],
+)  # fmt: skip
+def test_who_a_node_is(environment: dict[str, str], options: dict[str, object], expected: dict[str, object]) -> None:
+    found = identity(environment, **options)
+    assert {name: getattr(found, name) for name in expected} == expected
 
 
 def test_a_second_process_of_a_node_is_refused() -> None:
     with pytest.raises(UserError, match="once per node"):
         identity({"RANK": "1", "LOCAL_RANK": "1", "GROUP_RANK": "0"})
-
-
-def test_the_number_of_nodes_is_known_from_its_variable_whoever_says_the_rank() -> None:
-    assert identity({"WORLD_SIZE": "4", "RANK": ""}, rank=1, join="a").num_nodes == 4
-    assert identity({"WORLD_SIZE": "4"}, join="a").num_nodes is None  # it has no place among them
-
-
-def test_options_come_before_variables() -> None:
-    found = identity({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, rank=3, nodes=4, join="b")
-    assert (found.rank, found.num_nodes, found.head) == (3, 4, "b")
 
 
 @pytest.mark.parametrize(

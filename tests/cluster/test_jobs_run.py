@@ -9,16 +9,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from clusters import begin_up
-from deadlines import within
+from deadlines import wait_until, within
 from hosts import CORRAL, Lab
-from runs import RECIPE, steps_of
+from runs import RECIPE, num_steps, steps_of
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.xdist_group("jobs")]
 
@@ -122,8 +121,7 @@ class Project:
         return self.shared / "runs" / name
 
     def wait_for_steps(self, name: str, number: int) -> None:
-        metrics = self.run_folder(name) / "metrics.jsonl"
-        wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= number)
+        wait_until(lambda: num_steps(self.run_folder(name)) >= number, WAIT_S)
 
     def ask_dashboard(self, path: str) -> str:
         return self.lab.run(HEAD, [sys.executable, "-c", ASK, f"http://127.0.0.1:8265{path}"]).stdout
@@ -229,13 +227,13 @@ def test_a_resumed_job_goes_on_when_its_terminal_is_closed(project: Project, sto
     faster = (f"schedule.steps={stopped.step + 4}", "--resume", "--resume-anyway")  # without SLOWLY's option
     submit = ("submit", "recipe.yaml", "name=long", *faster)
     process = project.begin(*submit)
-    wait_until(lambda: project.num_running() == 1)
+    wait_until(lambda: project.num_running() == 1, WAIT_S, pause_s=0.2)
     project.signal(signal.SIGHUP, *submit)
     assert process.wait(timeout=within(WAIT_S)) != 0
     followed = project.corral("logs", project.jobs()[0]["id"], "-f")
     assert f"resumed after step {stopped.step}" in followed.stdout
     assert "corral export" in followed.stdout.splitlines()[-1]
-    wait_until(lambda: project.jobs()[0]["state"] == "succeeded")
+    wait_until(lambda: project.jobs()[0]["state"] == "succeeded", WAIT_S, pause_s=0.2)
     assert [row["step"] for row in steps_of(project.run_folder("long"))] == list(range(1, stopped.step + 5))
 
 
@@ -299,10 +297,3 @@ def test_elsewhere_than_on_the_head_it_is_said_what_to_do(project: Project) -> N
     head = project.lab.hosts[HEAD].address
     assert f"the dashboard listens on the loopback of the head node, {head}, only" in line
     assert f"ssh -L 8265:127.0.0.1:8265 {head}" in line
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + within(WAIT_S)
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)

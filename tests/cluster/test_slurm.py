@@ -6,12 +6,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from deadlines import within
 from hosts import Lab
-from runs import steps_of, write_recipe
+from runs import num_steps, steps_of, write_recipe
 from slurm import Outcome, Slurm, job_in
 
 import corral
@@ -75,8 +76,7 @@ class User:
 
     @property
     def num_steps(self) -> int:
-        metrics = self.path / "metrics.jsonl"
-        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+        return num_steps(self.path)
 
 
 @pytest.mark.core
@@ -158,17 +158,12 @@ def assert_nothing_is_left(user: User) -> None:
             time.sleep(0.2)
 
 
-class occupied:
+@contextmanager
+def occupied(lab: Lab, port: int) -> Iterator[None]:
     """Another program listens on a port of the first host."""
-
-    def __init__(self, lab: Lab, port: int) -> None:
-        self.lab, self.port = lab, port
-
-    def __enter__(self) -> None:
-        listen = f"import socket; s = socket.create_server(('', {self.port})); print(flush=True); input()"
-        self.process = self.lab.begin(0, [sys.executable, "-c", listen])
-        assert self.process.stdout is not None
-        self.process.stdout.readline()
-
-    def __exit__(self, *_: object) -> None:
-        self.process.communicate("\n")
+    listen = f"import socket; s = socket.create_server(('', {port})); print(flush=True); input()"
+    process = lab.begin(0, [sys.executable, "-c", listen])
+    assert process.stdout is not None
+    process.stdout.readline()
+    yield
+    process.communicate("\n")

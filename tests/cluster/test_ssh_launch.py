@@ -5,16 +5,14 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 import pytest
-from deadlines import within
-from hosts import Lab
+from deadlines import wait_until, within
+from hosts import CORRAL, Lab
 from launching import HOSTILE, work
 from runs import steps_of, write_recipe
 from ssh_hosts import REPOSITORY, SshHosts
@@ -22,7 +20,6 @@ from ssh_hosts import REPOSITORY, SshHosts
 from corral.cluster.launchers.ssh import RemoteCommand, SshCluster, SshHost, read_hosts
 from corral.recipe.errors import UserError
 
-CORRAL = [sys.executable, "-m", "corral.cli.main"]
 RUN_S = 240
 
 
@@ -261,11 +258,7 @@ def test_a_launch_that_is_stopped_takes_the_cluster_down(lab, ssh, tmp_path, tin
     write_recipe(tmp_path, tiny_model)
     program, log = stand_in(tmp_path, '"h1 train") sleep 60 ;;')
     process = begin(ssh, tmp_path, program=program)
-    deadline = time.monotonic() + within(30)
-    while "h1 train" not in calls(log):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: "h1 train" in calls(log) or process.poll() is not None)
     process.send_signal(number)
     code, _, _ = end(process)
     assert code == 130
@@ -273,13 +266,17 @@ def test_a_launch_that_is_stopped_takes_the_cluster_down(lab, ssh, tmp_path, tin
     assert tokens(lab) == []
 
 
-@pytest.mark.slow
-def test_the_lines_are_printed_for_who_wants_to_type_them(tmp_path):
-    write_recipe(tmp_path, tmp_path / "model")
-    (tmp_path / "hosts").write_text("me@gpu1:2222\ngpu2\n")
+def launch_lines(folder: Path, hosts: str) -> "subprocess.CompletedProcess[str]":
+    write_recipe(folder, folder / "model")
+    (folder / "hosts").write_text(hosts)
     command = [*CORRAL, "launch", "ssh", "recipe.yaml", "cluster.nodes=2", "--hosts", "hosts"]
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    printed = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_the_lines_are_printed_for_who_wants_to_type_them(tmp_path):
+    printed = launch_lines(tmp_path, "me@gpu1:2222\ngpu2\n").stdout
     lines = [shlex.split(line) for line in printed.splitlines() if not line.startswith("#")]
     targets = [line[line.index("--") + 1] for line in lines]
     assert targets == ["me@gpu1", "gpu2", "me@gpu1", "gpu2", "me@gpu1", "me@gpu1", "me@gpu1", "gpu2"]
@@ -288,10 +285,6 @@ def test_the_lines_are_printed_for_who_wants_to_type_them(tmp_path):
 
 @pytest.mark.slow
 def test_too_few_hosts_are_said(tmp_path):
-    write_recipe(tmp_path, tmp_path / "model")
-    (tmp_path / "hosts").write_text("gpu1\n")
-    command = [*CORRAL, "launch", "ssh", "recipe.yaml", "cluster.nodes=2", "--hosts", "hosts"]
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    result = launch_lines(tmp_path, "gpu1\n")
     assert result.returncode == 2
     assert "2 nodes" in result.stderr

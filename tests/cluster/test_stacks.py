@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ import pexpect
 import pytest
 from clusters import bring_up
 from commands import corral
-from deadlines import within
+from deadlines import wait_until, within
 from forked_pythons import path_without_forks
 from guides import Block, block
 from hosts import CORRAL, RAY, Lab
@@ -225,11 +224,12 @@ def run(lab: Lab, folder: Path, tiny_model: Path) -> Run:
     )
     options = ["train", str(recipe), "--post-mortem", "name=stuck", *settings]
     started = lab.begin(0, [*CORRAL, *options], OMP_NUM_THREADS="1")
-    deadline = time.monotonic() + within(180)
-    while not all(gate.with_suffix(f".{host}").exists() for host in ("h1", "h2")):
+
+    def hangs_on_both() -> bool:
         assert started.poll() is None, lab.errors.read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+        return all(gate.with_suffix(f".{host}").exists() for host in ("h1", "h2"))
+
+    wait_until(hangs_on_both, 180)
     return Run(started, gate)
 
 

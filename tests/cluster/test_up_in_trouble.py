@@ -7,14 +7,14 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from clusters import begin_up, bring_up, corral
-from deadlines import within
+from deadlines import wait_until, within
 from hosts import DECOY, Lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.xdist_group("trouble")]
@@ -128,7 +128,8 @@ def test_a_head_file_of_an_earlier_cluster_is_refused(lab: Lab, tmp_path: Path) 
     head = begin_up(
         lab, 0, "--rank=0", "--nodes=2", f"--head-file={file}", "--id=new", f"--address={address}", devices=1
     )
-    fresh = wait_for(file, "new", lab)
+    wait_until(lambda: file.exists() and json.loads(file.read_text())["id"] == "new", 60, lab.errors.read_text)
+    fresh = json.loads(file.read_text())
     other = corral(lab, 1, "up", *worker, "--id=another", "--timeout=2")
     assert "it is of another start (new, written" in other.stderr.splitlines()[-1]
     file.write_text(json.dumps({**fresh, "cluster_id": "cd"}))
@@ -143,7 +144,7 @@ def test_a_head_file_of_an_earlier_cluster_is_refused(lab: Lab, tmp_path: Path) 
     token.rename(tmp_path / "later")
     file.write_text(json.dumps(fresh))
     joined = begin_up(lab, 1, *worker, "--id=new", devices=1, HOME=str(tmp_path / "home"))
-    wait_until(lambda: "refuses it" in lab.errors.read_text(), lab)
+    wait_until(lambda: "refuses it" in lab.errors.read_text(), 60, lab.errors.read_text)
     (tmp_path / "later").rename(token)
     assert "all 2 nodes are there" in joined.communicate(timeout=within(60))[0]
     assert "all 2 nodes are there" in head.communicate(timeout=within(60))[0]
@@ -151,19 +152,6 @@ def test_a_head_file_of_an_earlier_cluster_is_refused(lab: Lab, tmp_path: Path) 
     corral(lab, 0, "down")
     assert not token.exists()
     assert not file.exists()
-
-
-def wait_for(file: Path, id: str, lab: Lab) -> dict[str, object]:
-    """The file that the head with that id writes."""
-    wait_until(lambda: file.exists() and json.loads(file.read_text())["id"] == id, lab)
-    return dict(json.loads(file.read_text()))
-
-
-def wait_until(condition: Callable[[], bool], lab: Lab, timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + within(timeout_s)
-    while not condition():
-        assert time.monotonic() < deadline, lab.errors.read_text()
-        time.sleep(0.1)
 
 
 def test_a_port_in_use_is_said_with_who_has_it(lab: Lab) -> None:
@@ -187,7 +175,7 @@ def test_a_worker_must_agree_that_there_is_no_token(lab: Lab) -> None:
 def test_one_that_stays_and_waits_ends_with_a_signal_too(lab: Lab) -> None:
     said = len(lab.errors.read_text())
     head = begin_up(lab, 0, "--block", devices=1, RANK="0", WORLD_SIZE="2", MASTER_ADDR=lab.hosts[0].address)
-    wait_until(lambda: "waiting for rank 1 of 2" in lab.errors.read_text()[said:], lab)
+    wait_until(lambda: "waiting for rank 1 of 2" in lab.errors.read_text()[said:], 60, lab.errors.read_text)
     lab.run(0, ["pkill", "-TERM", "-f", "corral.cli.main up"])
     assert head.wait(timeout=within(30)) == 0
     assert not lab.run(0, ["pgrep", "-x", "raylet|gcs_server"], check=False).stdout
@@ -216,7 +204,11 @@ def test_a_gcs_with_storage_is_started_again_and_the_cluster_lives_on(lab: Lab) 
     assert driver.stdout.readline() == "1\n"
     [killed] = lab.run(0, ["pgrep", "-x", "gcs_server"]).stdout.split()
     lab.run(0, ["kill", "-KILL", killed])
-    wait_until(lambda: lab.run(0, ["pgrep", "-x", "gcs_server"], check=False).stdout.split() not in ([], [killed]), lab)
+
+    def is_back() -> bool:
+        return lab.run(0, ["pgrep", "-x", "gcs_server"], check=False).stdout.split() not in ([], [killed])
+
+    wait_until(is_back, 60, lab.errors.read_text, pause_s=0.1)
     driver.stdin.write("\n")
     driver.stdin.flush()
     assert [driver.stdout.readline() for _ in range(2)] == ["2\n", "1\n"]

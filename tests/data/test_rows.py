@@ -1,6 +1,7 @@
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from corral.data.rows import row_from_mapping
@@ -15,15 +16,26 @@ def data(**settings: Any) -> Data:
     return Data(train=Source(path="rows.jsonl"), **settings)
 
 
-def test_a_text_prompt_becomes_one_user_message() -> None:
-    row = row_from_mapping({"prompt": "What is 2 + 2?", "answer": "4"}, data())
-    assert row.prompt == [{"role": "user", "content": "What is 2 + 2?"}]
-    assert row.answer == "4"
+USER, BRIEF = {"role": "user", "content": "Hello"}, {"role": "system", "content": "Be brief."}
 
 
-def test_a_chat_prompt_is_taken_as_it_is() -> None:
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
-    assert row_from_mapping({"prompt": messages}, data()).prompt == messages
+@pytest.mark.parametrize(
+    ("mapping", "settings", "prompt", "answer"),
+    [
+        ({"prompt": "Hello", "answer": "4"}, {}, [USER], "4"),
+        ({"prompt": [BRIEF, USER]}, {}, [BRIEF, USER], None),
+        ({"prompt": "Hello"}, {"system": "Be brief."}, [BRIEF, USER], None),
+        ({"prompt": np.array([USER], dtype=object)}, {}, [USER], None),
+        ({"question": "Hello", "solution": 42}, {"prompt_key": "question", "answer_key": "solution"}, [USER], 42),
+        ({"prompt": "Hello", "meta": {"gold": {"value": 7}}}, {"answer_key": "meta.gold.value"}, [USER], 7),
+    ],
+    ids=["text", "chat", "the system message first", "an array", "columns of other names", "nested columns"],
+)
+def test_a_row_has_a_prompt_of_messages_and_an_answer_or_none(
+    mapping: dict[str, Any], settings: dict[str, Any], prompt: list[dict[str, str]], answer: object
+) -> None:
+    row = row_from_mapping({**mapping, "level": 1}, data(**settings))
+    assert (row.prompt, row.answer, row.extra["level"]) == (prompt, answer, 1)
 
 
 def test_messages_may_be_json_text() -> None:
@@ -80,33 +92,6 @@ def test_verl_rows_are_read_as_they_are() -> None:
     assert row.answer == "72"
     assert row.extra["ability"] == "math"
     assert row.extra["extra_info"] == {"index": 3, "split": "train"}
-
-
-def test_columns_can_have_other_names() -> None:
-    row = row_from_mapping(
-        {"question": "Why?", "solution": 42, "level": 1}, data(prompt_key="question", answer_key="solution")
-    )
-    assert (row.prompt[0]["content"], row.answer, row.extra) == ("Why?", 42, {"level": 1})
-
-
-def test_a_dot_goes_into_nested_columns() -> None:
-    row = row_from_mapping({"prompt": "?", "meta": {"gold": {"value": 7}}}, data(answer_key="meta.gold.value"))
-    assert row.answer == 7
-
-
-def test_a_row_without_an_answer_has_none() -> None:
-    assert row_from_mapping({"prompt": "Write a poem."}, data()).answer is None
-
-
-def test_an_array_of_messages_is_read_as_a_list() -> None:
-    numpy = pytest.importorskip("numpy")
-    prompt = numpy.array([{"role": "user", "content": "Hello"}], dtype=object)
-    assert row_from_mapping({"prompt": prompt}, data()).prompt == [{"role": "user", "content": "Hello"}]
-
-
-def test_the_system_message_comes_first() -> None:
-    row = row_from_mapping({"prompt": "Hello"}, data(system="Be brief."))
-    assert row.prompt == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 
 
 def test_the_template_goes_around_the_last_user_message_and_leaves_other_braces_alone() -> None:

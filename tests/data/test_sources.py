@@ -110,62 +110,33 @@ def test_max_rows_takes_the_first_rows(tmp_path: Path) -> None:
     assert questions(load(path, {"max_rows": 2})) == ["question 0", "question 1"]
 
 
-def test_a_missing_file_is_an_error_that_names_the_nearest_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("trian.jsonl", None, r"no file .*trian\.jsonl; did you mean `train\.jsonl`\?"),
+        ("*.parquet", None, r"no file matches .*\*\.parquet"),
+        ("", None, r"is a folder; name its files, such as .*\*\.parquet"),
+        ("a.xlsx", "x", r"unknown extension `\.xlsx`; Corral reads \.parquet, \.jsonl, \.json, \.csv"),
+        ("a.parquet.gz", "x", r"unknown extension `\.parquet\.gz`; Corral reads \.parquet, \.jsonl, \.json, \.csv"),
+        ("a.jsonl", "", "there are no rows"),
+        ("a.jsonl", '{"prompt": "x"}\n\n{"prompt": \n', r"a\.jsonl:3: not valid JSON"),
+        ("a.json", '[\n{"prompt": "x"},\nnonsense]', r"a\.json:3: not valid JSON"),
+        ("a.json", '{"prompt": "x"}', r"must be a list of objects; .* is named \.jsonl"),
+        ("a.jsonl", "3\n", r"a\.jsonl:1: a row must be an object with columns, not int"),
+        ("a.parquet", "not parquet at all", r"a\.parquet can't be read as parquet"),
+        ("a.csv", "prompt,answer\nx\n", r"a\.csv:2: the row has more or fewer values; 2 columns"),
+        ("a.csv", "prompt,answer\nx,1,2\n", r"a\.csv:2: the row has more or fewer values"),
+        ("a.csv", 'prompt,answer\n"x,1\n', r"a\.csv:2: not valid CSV"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_an_error_with_the_reason_and_the_line(
+    tmp_path: Path, name: str, content: str | None, problem: str
+) -> None:
     write_jsonl(tmp_path / "train.jsonl", ROWS)
-    with pytest.raises(UserError, match=r"no file .*trian\.jsonl; did you mean `train\.jsonl`\?"):
-        load(tmp_path / "trian.jsonl")
-
-
-def test_a_glob_that_matches_nothing_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no file matches .*\*\.parquet"):
-        load(tmp_path / "*.parquet")
-
-
-def test_a_folder_is_an_error_that_says_what_to_write(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is a folder; name its files, such as .*\*\.parquet"):
-        load(tmp_path)
-
-
-def test_an_unknown_extension_is_an_error_that_names_the_known_ones(tmp_path: Path) -> None:
-    for name in ("rows.xlsx", "rows.parquet.gz"):
-        (tmp_path / name).write_text("prompt,answer\n")
-        suffix = name.removeprefix("rows")
-        with pytest.raises(
-            UserError, match=rf"unknown extension `{suffix}`; Corral reads \.parquet, \.jsonl, \.json, \.csv"
-        ):
-            load(tmp_path / name)
-
-
-def test_an_empty_data_set_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there are no rows"):
-        load(write_jsonl(tmp_path / "rows.jsonl", []))
-
-
-def test_bad_json_is_an_error_with_file_and_line(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n\n{"prompt": \n')
-    with pytest.raises(UserError, match=r"rows\.jsonl:3: not valid JSON"):
-        load(tmp_path / "rows.jsonl")
-    (tmp_path / "rows.json").write_text('[\n{"prompt": "x"},\nnonsense]')
-    with pytest.raises(UserError, match=r"rows\.json:3: not valid JSON"):
-        load(tmp_path / "rows.json")
-
-
-def test_a_json_file_that_is_no_list_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "rows.json").write_text('{"prompt": "x"}')
-    with pytest.raises(UserError, match=r"must be a list of objects; .* is named \.jsonl"):
-        load(tmp_path / "rows.json")
-
-
-def test_a_line_that_is_no_object_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("3\n")
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: a row must be an object with columns, not int"):
-        load(tmp_path / "rows.jsonl")
-
-
-def test_a_file_that_is_not_parquet_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "rows.parquet").write_text("not parquet at all")
-    with pytest.raises(UserError, match=r"rows\.parquet can't be read as parquet"):
-        load(tmp_path / "rows.parquet")
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=problem):
+        load(tmp_path / name)
 
 
 def test_a_bad_row_is_named_by_its_place_in_the_file(tmp_path: Path) -> None:
@@ -278,12 +249,10 @@ def test_a_chat_prompt_is_rendered_up_to_the_assistants_turn() -> None:
     assert spell(render_prompt(tokenizer(TEMPLATE), PROMPT, chat=True)) == "[s]be[u]hi[a]"
 
 
-def test_without_chat_the_text_is_tokenised_as_it_is_behind_the_first_token() -> None:
-    assert spell(render_prompt(tokenizer(), PROMPT, chat=False)) == "<s>be\nhi"
-
-
-def test_without_chat_no_end_of_text_is_put_behind_the_prompt() -> None:
-    assert spell(render_prompt(tokenizer(closes_texts=True), PROMPT, chat=False)) == "<s>be\nhi"
+@pytest.mark.parametrize("closes_texts", [False, True])
+def test_without_chat_the_text_is_tokenised_as_it_is_behind_the_first_token(closes_texts: bool) -> None:
+    """And no end of text is put behind it."""
+    assert spell(render_prompt(tokenizer(closes_texts=closes_texts), PROMPT, chat=False)) == "<s>be\nhi"
 
 
 def test_a_tokenizer_without_a_chat_template_is_an_error_that_says_what_to_set() -> None:
@@ -378,20 +347,6 @@ def test_csv_is_read_as_text_with_quotes_and_line_breaks(tmp_path: Path) -> None
     found = load(tmp_path / "rows.csv")
     assert [(row.prompt[0]["content"], row.answer) for row in found] == [(row["prompt"], row["answer"]) for row in rows]
     assert found[0].where == f"{tmp_path}/rows.csv:3"
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("prompt,answer\nx\n", r"rows\.csv:2: the row has more or fewer values; 2 columns"),
-        ("prompt,answer\nx,1,2\n", r"rows\.csv:2: the row has more or fewer values"),
-        ('prompt,answer\n"x,1\n', r"rows\.csv:2: not valid CSV"),
-    ],
-)
-def test_a_broken_csv_is_an_error_with_its_line(tmp_path: Path, text: str, problem: str) -> None:
-    (tmp_path / "rows.csv").write_text(text)
-    with pytest.raises(UserError, match=problem):
-        load(tmp_path / "rows.csv")
 
 
 def test_zipped_texts_are_read_and_broken_ones_named(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from deadlines import within
 from hosts import CORRAL, Lab
-from runs import write_recipe
+from runs import num_steps, write_recipe
 
 from corral.observe.ledger import Ledger, LedgerAudit
 
@@ -45,14 +45,19 @@ class ClusterRun:
         self.output = output + self.lab.errors.read_text()[self.before :]
         return self.output
 
+    def finish(self) -> str:
+        """What it output until its good end."""
+        output = self.wait()
+        assert self.code == 0, output
+        return output
+
     @property
     def code(self) -> int | None:
         return self.process.returncode
 
     @property
     def num_steps(self) -> int:
-        metrics = self.path / "metrics.jsonl"
-        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+        return num_steps(self.path)
 
     def kill_workers(self, host: int, number: int = 1) -> None:
         """As the kernel does when memory runs out."""

@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from commands import start_corral
-from deadlines import within
+from deadlines import wait_until
 from runs import steps_here, steps_of, write_recipe
+from same_rows import assert_same
 from tiny import SHAPE, tiny_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -22,16 +22,8 @@ from corral.observe.ledger import Ledger
 
 OWN_PROCESS = "rollout.engine={name: native, own_process: true}"
 VLLM_PYTHON = os.environ.get("CORRAL_TEST_VLLM_PYTHON")
-MEASURED = ("reward/mean", "policy/loss", "policy/gradient_norm", "length/mean")
 LIMIT_S = 240
 APART = "cluster.placement={rollout: 0-1, actor: 2}"
-
-
-def assert_same(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
-    assert len(rows) == len(others) > 0
-    for row, other in zip(rows, others, strict=True):
-        for name in MEASURED:
-            assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), (row["step"], name)
 
 
 @pytest.mark.slow
@@ -56,10 +48,7 @@ def engine_processes(folder: Path) -> list[int]:
 
 def assert_engines_end(folder: Path) -> None:
     """One that was still being started again when the run ended dies with its worker, a moment later."""
-    deadline = time.monotonic() + within(10)
-    while engine_processes(folder) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not engine_processes(folder)
+    wait_until(lambda: not engine_processes(folder), 10)
 
 
 @pytest.mark.slow

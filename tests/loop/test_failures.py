@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands import Finished, corral, start_corral
+from commands import corral, start_corral
 from deadlines import within
 from runs import rows_of, same_outcome, steps_of, train_here, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -127,48 +127,42 @@ def poisoned_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
-def assert_ended_by_three_skipped_updates(finished: Finished, run: Path, last_step: int) -> None:
+def assert_ended_by_three_skipped_updates(folder: Path, model: Path, *overrides: str, last_step: int = 3) -> None:
+    """A run of nine steps, which leaves no checkpoint."""
+    write_recipe(folder, model)
+    finished = corral(folder, "train", "recipe.yaml", "schedule.steps=9", *overrides)
     assert finished.code == 1
     [error] = finished.errors
     assert error.startswith(f"error: step {last_step}: 3 updates in a row were not finite (")
     assert "Traceback" not in finished.stderr
+    run = folder / "runs" / "tiny"
     rows = steps_of(run)
     assert [row["updates/skipped"] for row in rows[-3:]] == [1, 1, 1]
     failures = sorted(path.name for path in (run / "failures").iterdir())
     assert failures == [f"step_{step:06d}.npz" for step in range(last_step - 2, last_step + 1)]
+    assert not list((run / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_a_model_with_a_bad_weight_never_gets_to_a_checkpoint(
     tmp_path: Path, poisoned_model: Path, algorithm: str
 ) -> None:
-    write_recipe(tmp_path, poisoned_model)
-    finished = corral(tmp_path, "train", "recipe.yaml", f"algorithm.name={algorithm}", "schedule.steps=9")
-    run = tmp_path / "runs" / "tiny"
-    assert_ended_by_three_skipped_updates(finished, run, last_step=3)
-    assert not list((run / "checkpoints").iterdir())
+    assert_ended_by_three_skipped_updates(tmp_path, poisoned_model, f"algorithm.name={algorithm}")
 
 
 def test_adaptive_kl_of_a_bad_model_does_not_hide_the_reason(tmp_path: Path, poisoned_model: Path) -> None:
-    write_recipe(tmp_path, poisoned_model)
     kl = ("algorithm.kl.where=loss", "algorithm.kl.controller=adaptive")
-    finished = corral(tmp_path, "train", "recipe.yaml", "schedule.steps=9", *kl)
-    assert_ended_by_three_skipped_updates(finished, tmp_path / "runs" / "tiny", last_step=3)
+    assert_ended_by_three_skipped_updates(tmp_path, poisoned_model, *kl)
 
 
 def test_a_learning_rate_that_breaks_the_model_ends_the_run(tmp_path: Path, tiny_model: Path) -> None:
-    write_recipe(tmp_path, tiny_model)
-    overrides = ("optimizer.learning_rate=1e30", "schedule.steps=9", "checkpoint.every=2")
-    finished = corral(tmp_path, "train", "recipe.yaml", *overrides)
-    assert_ended_by_three_skipped_updates(finished, tmp_path / "runs" / "tiny", last_step=4)
-    assert not list((tmp_path / "runs" / "tiny" / "checkpoints").iterdir())
+    overrides = ("optimizer.learning_rate=1e30", "checkpoint.every=2")
+    assert_ended_by_three_skipped_updates(tmp_path, tiny_model, *overrides, last_step=4)
 
 
 def test_rewards_that_overflow_end_the_run(tmp_path: Path, tiny_model: Path) -> None:
-    write_recipe(tmp_path, tiny_model)
-    overrides = (*reward(tmp_path, "is_huge"), "schedule.steps=9", "algorithm.name=dr_grpo")
-    finished = corral(tmp_path, "train", "recipe.yaml", *overrides)
-    assert_ended_by_three_skipped_updates(finished, tmp_path / "runs" / "tiny", last_step=3)
+    overrides = (*reward(tmp_path, "is_huge"), "algorithm.name=dr_grpo")
+    assert_ended_by_three_skipped_updates(tmp_path, tiny_model, *overrides)
 
 
 def test_one_bad_step_is_skipped_and_its_batch_kept(tmp_path: Path, tiny_model: Path) -> None:

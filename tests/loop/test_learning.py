@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from commands import corral
 from runs import VALIDATION, rows_of, steps_here, train_here, write_recipe
-from tiny import tiny_tokenizer
-from tiny_families import config_of, tiny_family_model
+from tiny_families import save_with_tokenizer
 
 from corral.model.families import FAMILIES, FAST_TYPES
 from corral.observe.run_files import read_metrics
@@ -106,12 +105,7 @@ def test_reward_rises(tmp_path: Path, tiny_model: Path, algorithm: tuple[str, ..
 )
 def test_other_families_learn_too(tmp_path: Path, name: str, path: str) -> None:
     """A hybrid, windows, sinks, a mixture of experts, latent attention."""
-    config = config_of(name)
-    config.update({"vocab_size": len(tiny_tokenizer())})
-    folder = tmp_path / "model"
-    tiny_family_model(config).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    steps = steps_here(tmp_path, folder, "schedule.steps=15")
+    steps = steps_here(tmp_path, save_with_tokenizer(name, tmp_path / "model"), "schedule.steps=15")
     assert f"computed on the {path} path" in corral(tmp_path, "plan", "recipe.yaml").stdout
     assert mean_of(steps[-3:], "reward/mean") > mean_of(steps[:3], "reward/mean") + 0.15
     assert all(abs(row["policy/approx_kl"]) < 0.01 for row in steps[:1])
@@ -123,24 +117,17 @@ def test_a_model_that_engine_and_trainer_compute_differently_is_not_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old_logprobs: str
 ) -> None:
     """A hybrid on the fast path, which the guard at load would have refused."""
-    config = config_of("qwen3_5_text")
-    config.update({"vocab_size": len(tiny_tokenizer())})
-    tiny_family_model(config).save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    model = save_with_tokenizer("qwen3_5_text", tmp_path / "model")
     monkeypatch.setitem(FAST_TYPES, "qwen3_5_text", FAMILIES[0])
     monkeypatch.setattr("corral.model.families.LAYER_TYPES", {"full_attention", "linear_attention"})
     monkeypatch.setattr("corral.model.model_loading.check_model", lambda *_: None)
     monkeypatch.setattr("corral.rollout.native_engine.NativeEngine.check", lambda *_: None)
     with pytest.raises(RunError, match=r"before the first update, engine and trainer disagree .* by \d"):
-        steps_here(tmp_path, tmp_path / "model", f"algorithm.old_logprobs={old_logprobs}")
+        steps_here(tmp_path, model, f"algorithm.old_logprobs={old_logprobs}")
 
 
 def test_a_model_that_is_decoded_without_a_cache_is_trained_and_says_so(tmp_path: Path) -> None:
-    config = config_of("openai-gpt")
-    config.update({"vocab_size": len(tiny_tokenizer())})
-    tiny_family_model(config).save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    write_recipe(tmp_path, tmp_path / "model")
+    write_recipe(tmp_path, save_with_tokenizer("openai-gpt", tmp_path / "model"))
     finished = corral(tmp_path, "train", "recipe.yaml", "schedule.steps=1")
     assert finished.code == 0, finished.stderr
     assert "by a forward pass over the whole sequence" in " ".join((finished.stdout + finished.stderr).split())

@@ -11,8 +11,8 @@ import torch
 from commands import corral
 from peft import PeftModel
 from runs import VALIDATION, rows_of, same_outcome, steps_here, train_here, write_recipe
-from tiny import tiny_tokenizer
-from tiny_families import config_of, tiny_family_model
+from same_rows import assert_same
+from tiny_families import save_with_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -25,7 +25,6 @@ from corral.training.checkpoint import export_model
 from corral.training.native_trainer import NativePolicyTrainer
 
 LORA = ("model.lora={rank: 4}", "optimizer.learning_rate=0.01")
-MEASURED = ("reward/mean", "policy/loss", "policy/gradient_norm", "length/mean")
 ON_RAY = ("cluster.devices_per_node=2", "cluster.placement={rollout: 0, actor: 1}")
 
 
@@ -94,9 +93,7 @@ def test_a_critic_has_adapters_too(tmp_path: Path, tiny_model: Path) -> None:
 def test_two_processes_send_adapters_and_nothing_else(tmp_path: Path, tiny_model: Path) -> None:
     here = steps_here(folder(tmp_path, "here"), tiny_model, *LORA)
     there = steps_here(folder(tmp_path, "there"), tiny_model, *LORA, *ON_RAY)
-    for row, other in zip(here, there, strict=True):
-        for name in MEASURED:
-            assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
+    assert_same(there, here)
 
 
 OWN_PROCESS = "rollout.engine={name: native, own_process: true}"
@@ -104,10 +101,8 @@ OWN_PROCESS = "rollout.engine={name: native, own_process: true}"
 
 @pytest.mark.slow
 def test_an_engine_in_its_own_process_gets_merged_weights(tmp_path: Path, tiny_model: Path) -> None:
-    here = steps_here(
-        folder(tmp_path, "here"), tiny_model, *LORA, "algorithm.correction=none", "algorithm.old_logprobs=engine"
-    )
     same = ("algorithm.correction=none", "algorithm.old_logprobs=engine")
+    here = steps_here(folder(tmp_path, "here"), tiny_model, *LORA, *same)
     there = steps_here(folder(tmp_path, "there"), tiny_model, *LORA, OWN_PROCESS, *same)
     for row, other in zip(here, there, strict=True):
         assert row["reward/mean"] == pytest.approx(other["reward/mean"], abs=1e-5)
@@ -150,11 +145,8 @@ def test_adapters_that_do_not_arrive_end_the_run(
 
 def learn(folder: Path, family: str, *options: str) -> Path:
     """The last checkpoint of 15 steps with a model of the family, in which rewards rise."""
-    config = config_of(family)
-    config.update({"vocab_size": len(tiny_tokenizer())})
-    tiny_family_model(config).save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
-    run = train_here(folder, folder / "model", *options, "optimizer.learning_rate=0.01", "schedule.steps=15")
+    model = save_with_tokenizer(family, folder / "model")
+    run = train_here(folder, model, *options, "optimizer.learning_rate=0.01", "schedule.steps=15")
     rewards = [row["reward/mean"] for row in rows_of(run) if "reward/mean" in row]
     assert mean(rewards[-3:]) > mean(rewards[:3]) + 0.15
     differences = [row["policy/mismatch_max"] for row in rows_of(run) if "policy/mismatch_max" in row]

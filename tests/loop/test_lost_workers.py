@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 from commands import Command, start_corral
-from deadlines import within
-from runs import steps_of, write_recipe
+from deadlines import wait_until, within
+from runs import num_steps, slowly, steps_of, write_recipe
+from served import free_port
 
 from corral.child_process import read_stat
 from corral.runtime.presence import Presence, present
@@ -34,12 +35,7 @@ class LocalRun:
         write_recipe(folder, model)
         self.folder, self.name, self.path = folder, folder.name, folder / "runs" / folder.name
         self.signaled: set[int] = set()
-        slowly = (
-            f"environment.reward.name={folder}/vowels.py:slowly",
-            f"environment.reward.options.calls={folder}/calls",
-            "environment.reward.options.seconds=0.05",
-        )
-        every = (f"name={self.name}", "schedule.steps=6", "checkpoint.every=2", *APART, *slowly, *changes)
+        every = (f"name={self.name}", "schedule.steps=6", "checkpoint.every=2", *APART, *slowly(folder, 0.05), *changes)
         self.command: Command = start_corral(folder, "train", "recipe.yaml", *every, before=before)
 
     def worker(self, role: str) -> Presence | None:
@@ -65,9 +61,9 @@ class LocalRun:
                 pid for pid in descendants(self.command.process.pid) if "ray::DeviceProcess" in title_of(pid)
             ]
             # What a worker forks has its title.
-            workers = [pid for pid in all_of_them if parent_of(pid) not in all_of_them]
-            new = [(pid, stat.cpu_ticks) for pid in workers if pid not in ready and (stat := read_stat(pid))]
-            starting[:] = [pid for pid, cpu_ticks in new if cpu_ticks > 150]  # it imports torch
+            stats = {pid: stat for pid in all_of_them if (stat := read_stat(pid))}
+            new = {pid: stat for pid, stat in stats.items() if stat.parent not in all_of_them and pid not in ready}
+            starting[:] = [pid for pid, stat in new.items() if stat.cpu_ticks > 150]  # it imports torch
             return bool(starting)
 
         self.command.wait_until(has_begun)
@@ -76,8 +72,7 @@ class LocalRun:
 
     @property
     def num_steps(self) -> int:
-        metrics = self.path / "metrics.jsonl"
-        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+        return num_steps(self.path)
 
     @property
     def output(self) -> str:
@@ -99,12 +94,6 @@ def descendants(pid: int | None) -> Iterator[int]:
             for child in path.read_text().split():
                 yield int(child)
                 yield from descendants(int(child))
-
-
-def parent_of(pid: int) -> int | None:
-    with suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return None
 
 
 def title_of(pid: int) -> str:
@@ -201,9 +190,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 def test_a_service_whose_node_agent_died_is_started_again(tmp_path: Path, tiny_model: Path) -> None:
     (tmp_path / "service.py").write_text(SERVICE)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     # A shell between them: it gets SIGTERM when the agent dies, and the program itself does not.
     command = f"[sh, -c, '{sys.executable} {tmp_path}/service.py {port}; true']"
     services = f"cluster.services={{echo: {{command: {command}, port: {port}}}}}"
@@ -242,10 +229,7 @@ def test_without_rays_head_process_the_run_is_saved_and_ends_with_one_line(tmp_p
     assert f"all {run.num_steps} steps are saved" in error
     assert "Traceback" not in finished.stderr
     assert problem_with(step_folder(run.path / "checkpoints", run.num_steps), hashes=True) is None
-    deadline = time.monotonic() + within(20)
-    while time.monotonic() < deadline and any("ray::DeviceProcess" in title_of(pid) for pid in workers):
-        time.sleep(0.5)
-    assert not any("ray::DeviceProcess" in title_of(pid) for pid in workers)
+    wait_until(lambda: not any("ray::DeviceProcess" in title_of(pid) for pid in workers), 20)
 
 
 def test_a_worker_is_not_replaced_without_rays_head_and_the_end_has_its_line(tmp_path: Path, tiny_model: Path) -> None:
@@ -311,9 +295,7 @@ def test_nothing_is_left_after_any_end(tmp_path: Path, tiny_model: Path, end: st
             memory = [path.name for path in Path("/dev/shm").iterdir() if any(f"_{pid}_" in path.name for pid in own)]
             return [*(f"{pid} {title_of(pid)}" for pid in same if title_of(pid)), *files, *memory]
 
-        deadline = time.monotonic() + within(150)  # Ray's own helpers wait for the head, if the controller was killed
-        while left() and time.monotonic() < deadline:
-            time.sleep(0.5)
-        assert left() == []
+        # Ray's own helpers wait for the head, if the controller was killed.
+        wait_until(lambda: not left(), 150, left, pause_s=0.5)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -15,7 +15,7 @@ from cluster_runs import ClusterRun
 from commands import start_corral
 from deadlines import within
 from hosts import Lab
-from runs import rows_of, same_outcome, write_recipe
+from runs import rows_of, same_outcome, slowly, write_recipe
 
 from corral.loop.train import supervise
 from corral.loop.training_loop import Interrupt
@@ -210,15 +210,12 @@ def test_a_spare_host_takes_the_place_of_a_lost_one(
             "cluster.nodes=2",
             f"cluster.devices_per_node={num_sets + 1}",
             "cluster.node_timeout_s=5",
-            f"environment.reward.name={tmp_path}/vowels.py:slowly",
-            f"environment.reward.options.calls={tmp_path}/calls",
-            "environment.reward.options.seconds=0.05",
+            *slowly(tmp_path, 0.05),
         )
         run = ClusterRun(lab, tmp_path, tiny_model, "run", *EVERY, *settings)
         run.wait_until(lambda: run.num_steps >= 1)
         (lab.kill if how == "kill" else lab.cut)(1)
-        output = " ".join(run.wait().split())
-    assert run.code == 0, output
+        output = " ".join(run.finish().split())
     print(f"{how}: recovered after {recoveries(output)} s")
     assert f"node 1, h2 ({lab.hosts[1].address}), with {lost}, was lost" in output
     assert len(recoveries(output)) == num_sets

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from commands import corral, start_corral
-from runs import VALIDATION, rows_of, same_outcome, train_here, write_recipe
+from runs import VALIDATION, num_steps, rows_of, same_outcome, train_here, write_recipe
 
 from corral.observe.trajectory_store import read_trajectories
 from corral.recipe.errors import UserError
@@ -51,8 +51,8 @@ def test_kills_leave_no_trace(tmp_path: Path, tiny_model: Path, overrides: tuple
     chance = random.Random(num_kills)
     for _ in range(num_kills):
         process = start_corral(tmp_path, *command, "name=killed")
-        target = num_rows(run) + chance.randint(0, 2)
-        process.wait_until(lambda target=target: num_rows(run) >= target)
+        target = num_steps(run) + chance.randint(0, 2)
+        process.wait_until(lambda target=target: num_steps(run) >= target)
         time.sleep(chance.uniform(0, 0.2))
         process.send(signal.SIGKILL)
         if process.wait().code == 0:  # it was faster
@@ -61,11 +61,6 @@ def test_kills_leave_no_trace(tmp_path: Path, tiny_model: Path, overrides: tuple
     assert finished.code == 0, finished.stderr
     assert corral(tmp_path, *command, "name=whole").code == 0
     assert same_outcome(run, tmp_path / "runs" / "whole", step=5)
-
-
-def num_rows(run: Path) -> int:
-    metrics = run / "metrics.jsonl"
-    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
 def hang_in_third_checkpoint() -> None:

@@ -146,54 +146,40 @@ def test_greedy_baselines_and_zero_variance_groups_see_the_score(
     assert row["samples/trajectories"] > 0
 
 
+BY_MODEL = "environment.reward.name=reward_model"
+IN_SHARDS = f"{BY_MODEL} reward_model.path=x reward_model.shard=2"
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (("environment.reward.name=reward_model",), "`reward_model.path` is its folder or hub name"),
-        (("reward_model.path=x",), "`reward_model.path` has no effect: no reward of the recipe has the name"),
+        (BY_MODEL, "`reward_model.path` is its folder or hub name"),
+        ("reward_model.path=x", "`reward_model.path` has no effect: no reward of the recipe has the name"),
         (
-            ("environment.reward.name=reward_model", "reward_model.path=x", "environment.reward.workers=3"),
+            f"{BY_MODEL} reward_model.path=x environment.reward.workers=3",
             "`environment.reward.workers` has no effect: the reward model is no function",
         ),
         (
-            (
-                "environment.rewards.a.name=reward_model",
-                "environment.rewards.b.name=reward_model",
-                "reward_model.path=x",
-            ),
+            "environment.rewards.a.name=reward_model environment.rewards.b.name=reward_model reward_model.path=x",
             "`environment.rewards`: a and b are both the reward model's score",
         ),
         (
-            (
-                "environment.reward.name=reward_model",
-                "reward_model.path=x",
-                "cluster.devices_per_node=2",
-                "cluster.placement={actor: 0, rollout: 1}",
-            ),
+            f'{BY_MODEL} reward_model.path=x cluster.devices_per_node=2 cluster.placement={{"actor":0,"rollout":1}}',
             "`cluster.placement` has no devices for reward_model",
         ),
         (
-            (
-                "environment.reward.name=reward_model",
-                "reward_model={path: x, shard: 2}",
-                "cluster.devices_per_node=2",
-            ),
+            f"{IN_SHARDS} cluster.devices_per_node=2",
             "`reward_model.shard: 2`: the reward model is on devices of actor, rollout, which compute at other times",
         ),
         (
-            (
-                "environment.reward.name=reward_model",
-                "reward_model={path: x, shard: 2}",
-                "cluster.devices_per_node=4",
-                'cluster.placement={"actor,rollout": 0, reward_model: 1-3}',
-            ),
+            f'{IN_SHARDS} cluster.devices_per_node=4 cluster.placement={{"actor,rollout":0,"reward_model":"1-3"}}',
             "`reward_model.shard: 2` does not divide the number of the role's devices, 3",
         ),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path: Path, tiny_model: Path, overrides: tuple[str, ...], expected: str) -> None:
+def test_what_cannot_be_is_refused(tmp_path: Path, tiny_model: Path, overrides: str, expected: str) -> None:
     with pytest.raises(RecipeError, match=re.escape(expected)):
-        make_plan(load_recipe(write_recipe(tmp_path, tiny_model), ["~environment.reward", *overrides]))
+        make_plan(load_recipe(write_recipe(tmp_path, tiny_model), ["~environment.reward", *overrides.split()]))
 
 
 def test_an_environment_that_never_asks_for_the_reward_is_refused(tmp_path: Path, tiny_model: Path) -> None:
@@ -262,13 +248,8 @@ def test_two_processes_have_a_classifier_together(tmp_path: Path, tiny_model: Pa
 
 def check_processes(tmp_path: Path, tiny_model: Path, vowels: Path, *there_only: str) -> None:
     recipe = scored_by(vowels, "schedule.steps=3", *VALIDATION)
-    alone, there = (
-        rows_of(train_here(tmp_path, tiny_model, *recipe, f"name={name}", *overrides))
-        for name, overrides in {
-            "alone": (),
-            "there": there_only,
-        }.items()
-    )
+    alone = rows_of(train_here(tmp_path, tiny_model, *recipe, "name=alone"))
+    there = rows_of(train_here(tmp_path, tiny_model, *recipe, "name=there", *there_only))
     assert len(alone) == len(there) == 5
     for mine, theirs in zip(alone, there, strict=True):
         for name in ("reward/mean", "reward/std", "validation/mean@1", "policy/loss", "policy/gradient_norm"):

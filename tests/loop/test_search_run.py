@@ -4,13 +4,12 @@ import json
 import os
 import re
 import signal
-import socket
-import time
 from pathlib import Path
 
 import pytest
 from commands import start_corral
-from deadlines import within
+from deadlines import wait_until
+from served import free_port
 
 from corral.observe.run_files import read_metrics
 from corral.retrieval.index import build
@@ -68,10 +67,7 @@ def folder(tmp_path: Path, tiny_model: Path) -> Path:
 
 
 def write_recipe(folder: Path, model: Path, runtime: str) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    text = RECIPE.format(folder=folder, model=model, port=port, runtime=runtime)
+    text = RECIPE.format(folder=folder, model=model, port=free_port(), runtime=runtime)
     (folder / "recipe.yaml").write_text(text)
 
 
@@ -113,10 +109,7 @@ def test_a_retriever_that_is_killed_is_started_again_and_the_run_goes_on(
     assert len(rows) >= at + 10
     assert sum(row["samples/errors"] for row in rows) == 0  # they waited for it
     assert all(row["environment/searches"] == 1 for row in rows)
-    deadline = time.monotonic() + within(20)
-    while retriever_pids(folder):
-        assert time.monotonic() < deadline, "the retriever outlived the run"
-        time.sleep(0.1)
+    wait_until(lambda: not retriever_pids(folder), 20)  # it does not outlive the run
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """Rollout workers that are lost at awkward moments: what is replaced, how often, and who gets the weights."""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,109 +99,94 @@ class Scene:
             await asyncio.sleep(0)
 
 
-def run(scene: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scene, 20))
+def in_event_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    @wraps(test)
+    def run() -> None:
+        asyncio.run(asyncio.wait_for(test(), 20))
+
+    return run
 
 
-def test_one_death_is_replaced_once_however_many_hear_of_it() -> None:
-    async def scene() -> None:
-        s = Scene(2)
-        s.runtime.workers.dead = {1}
-        lost = WorkerLost("worker 1 died", device=1)
-        assert s.supervisor.handle_loss(lost)
-        assert s.supervisor.handle_loss(lost)
-        await s.replaced()
+@in_event_loop
+async def test_one_death_is_replaced_once_however_many_hear_of_it() -> None:
+    s = Scene(2)
+    s.runtime.workers.dead = {1}
+    lost = WorkerLost("worker 1 died", device=1)
+    assert s.supervisor.handle_loss(lost)
+    assert s.supervisor.handle_loss(lost)
+    await s.replaced()
+    assert s.runtime.replaced == [1]
+    assert set(s.scheduler.queues) == {0, 1}
+
+
+@in_event_loop
+async def test_a_rollout_worker_that_dies_while_weights_are_sent_gets_them_when_it_is_back() -> None:
+    s = Scene(2)
+    s.runtime.workers.dead = {1}
+    async with s.trainer_lock:
+        assert await s.publisher.publish(8) == {"sent": 1.0}
+    await s.replaced()
+    assert s.publisher.sent == [(0, 1), (0,), (0, 1)]
+
+
+@in_event_loop
+async def test_the_only_rollout_worker_dies_while_weights_are_sent() -> None:
+    s = Scene(1)
+    s.runtime.workers.dead = {0}
+    async with s.trainer_lock:
+        assert await s.publisher.publish(8) == {}
+    await s.replaced()
+    assert set(s.scheduler.queues) == {0}
+
+
+@in_event_loop
+async def test_nothing_is_sent_to_a_new_rollout_worker_while_the_trainers_are_busy() -> None:
+    s = Scene(2)
+    s.runtime.workers.dead = {1}
+    async with s.trainer_lock:
+        s.supervisor.handle_loss(WorkerLost("worker 1 died", device=1))
+        for _ in range(100):
+            await asyncio.sleep(0)
         assert s.runtime.replaced == [1]
-        assert set(s.scheduler.queues) == {0, 1}
-
-    run(scene())
-
-
-def test_a_rollout_worker_that_dies_while_weights_are_sent_gets_them_when_it_is_back() -> None:
-    async def scene() -> None:
-        s = Scene(2)
-        s.runtime.workers.dead = {1}
-        async with s.trainer_lock:
-            assert await s.publisher.publish(8) == {"sent": 1.0}
-        await s.replaced()
-        assert s.publisher.sent == [(0, 1), (0,), (0, 1)]
-
-    run(scene())
+        assert s.publisher.sent == []
+    await s.replaced()
+    assert s.publisher.sent == [(0, 1)]
 
 
-def test_the_only_rollout_worker_dies_while_weights_are_sent() -> None:
-    async def scene() -> None:
-        s = Scene(1)
-        s.runtime.workers.dead = {0}
-        async with s.trainer_lock:
-            assert await s.publisher.publish(8) == {}
-        await s.replaced()
-        assert set(s.scheduler.queues) == {0}
-
-    run(scene())
-
-
-def test_nothing_is_sent_to_a_new_rollout_worker_while_the_trainers_are_busy() -> None:
-    async def scene() -> None:
-        s = Scene(2)
-        s.runtime.workers.dead = {1}
-        async with s.trainer_lock:
-            s.supervisor.handle_loss(WorkerLost("worker 1 died", device=1))
-            for _ in range(100):
-                await asyncio.sleep(0)
-            assert s.runtime.replaced == [1]
-            assert s.publisher.sent == []
-        await s.replaced()
-        assert s.publisher.sent == [(0, 1)]
-
-    run(scene())
+@in_event_loop
+async def test_a_run_without_any_rollout_worker_that_can_be_started_ends() -> None:
+    s = Scene(1)
+    s.runtime.cannot_start = True
+    s.runtime.workers.dead = {0}
+    assert s.supervisor.handle_loss(WorkerLost("worker 0 died", device=0))
+    with pytest.raises(WorkerLost, match="died again"):
+        await s.supervisor.run(asyncio.Event().wait())
+    assert len(s.runtime.replaced) == 3
 
 
-def test_a_run_without_any_rollout_worker_that_can_be_started_ends() -> None:
-    async def scene() -> None:
-        s = Scene(1)
-        s.runtime.cannot_start = True
-        s.runtime.workers.dead = {0}
-        assert s.supervisor.handle_loss(WorkerLost("worker 0 died", device=0))
-        with pytest.raises(WorkerLost, match="died again"):
-            await s.supervisor.run(asyncio.Event().wait())
-        assert len(s.runtime.replaced) == 3
-
-    run(scene())
+@in_event_loop
+async def test_a_trainer_is_not_done_without() -> None:
+    assert not Scene(2).supervisor.handle_loss(WorkerLost("the trainer died", device=2))
 
 
-def test_a_trainer_is_not_done_without() -> None:
-    async def scene() -> None:
-        assert not Scene(2).supervisor.handle_loss(WorkerLost("the trainer died", device=2))
-
-    run(scene())
-
-
-def test_a_relay_is_not_done_without() -> None:
+@in_event_loop
+async def test_a_relay_is_not_done_without() -> None:
     """Who of its workers has made a call, and who has not, nobody knows: to call again might add a gradient twice."""
-
-    async def scene() -> None:
-        assert not Scene(2).supervisor.handle_loss(WorkerLost("the relay of a node ended"))
-
-    run(scene())
+    assert not Scene(2).supervisor.handle_loss(WorkerLost("the relay of a node ended"))
 
 
-def test_nodes_with_rollout_workers_only_are_done_without_until_none_is_left() -> None:
-    async def scene() -> None:
-        s = Scene(2, min_nodes=1)
-        for device, goes_on in ((0, True), (1, False)):
-            s.runtime.num_nodes -= 1
-            assert s.supervisor.handle_loss(WorkerLost("gone", device=device, node=str(device))) is goes_on
-        assert s.lost_nodes == {"0", "1"}
-        assert s.runtime.replaced == []
-
-    run(scene())
-
-
-def test_a_node_below_the_minimum_is_not_done_without() -> None:
-    async def scene() -> None:
-        s = Scene(2)
+@in_event_loop
+async def test_nodes_with_rollout_workers_only_are_done_without_until_none_is_left() -> None:
+    s = Scene(2, min_nodes=1)
+    for device, goes_on in ((0, True), (1, False)):
         s.runtime.num_nodes -= 1
-        assert not s.supervisor.handle_loss(WorkerLost("gone", device=0, node="0"))
+        assert s.supervisor.handle_loss(WorkerLost("gone", device=device, node=str(device))) is goes_on
+    assert s.lost_nodes == {"0", "1"}
+    assert s.runtime.replaced == []
 
-    run(scene())
+
+@in_event_loop
+async def test_a_node_below_the_minimum_is_not_done_without() -> None:
+    s = Scene(2)
+    s.runtime.num_nodes -= 1
+    assert not s.supervisor.handle_loss(WorkerLost("gone", device=0, node="0"))

@@ -1,14 +1,13 @@
 """A loss and an advantage from a user's file, with options and needs: in one process, pipelined, and on Ray workers."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from commands import start_corral
 from runs import steps_here, steps_in_mode, steps_of, write_recipe
+from same_rows import assert_same
 
 LIMIT_S = 240.0
-MEASURED = ("reward/mean", "policy/loss", "policy/gradient_norm", "policy/entropy", "length/mean")
 OWN = '''\
 from dataclasses import dataclass
 
@@ -60,13 +59,6 @@ def folder(tmp_path: Path) -> Path:
 
 def own(folder: Path, loss: str = "capped", advantage: str = "by_group") -> tuple[str, ...]:
     return (f"algorithm.loss={folder}/own.py:{loss}", f"algorithm.advantage={folder}/own.py:{advantage}")
-
-
-def assert_same(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
-    assert len(rows) == len(others) > 0
-    for row, other in zip(rows, others, strict=True):
-        for name in MEASURED:
-            assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), (row["step"], name)
 
 
 @pytest.mark.slow

@@ -214,3 +214,10 @@ def test_search_r1_knows_every_key_of_verl_once() -> None:
     keys = [row.key for row in table_of("search_r1").rows]
     assert len(set(keys)) == len(keys)
     assert {row.key for row in table_of("verl").rows} <= set(keys)
+
+
+@pytest.mark.parametrize("system", BASES)
+def test_no_row_is_hidden_by_one_before_it(system: str) -> None:
+    table = table_of(system)
+    hidden = [row.key for row in table.rows if table.row(row.key.replace("**", "x.y").replace("*", "x")) is not row]
+    assert hidden == []

@@ -16,6 +16,10 @@ from corral.recipe.errors import RecipeError
 
 SNIPPETS = [
     # words
+    "train -m x \\\n    a=1 \\\n    b=2\n",
+    """train 'a b' "c  d" e\\ f trainer.logger=['console','wandb'] "it's" """,
+    'ARGS="a=1 b=2"\ntrain $ARGS "$ARGS"',
+    'DATA=(\n  data.x=1  # why\n  "data.y=a b"\n)\nDATA+=(z=3)\ntrain "${DATA[@]}" "$@"',
     "F='x y'; train a=$F $F \"a=$F\" 'a=$F'",
     "F=' x '; train a${F}b $F\"q\" $F",
     'train "" \'\' "$A" $A a"$A"b',
@@ -32,6 +36,8 @@ SNIPPETS = [
     "train a#b c # d",
     "train \"a=\\${x.y}\" 'b=${x.y}'",
     # variables
+    "DIR='data/nq'\nexport N=2\ntrain $DIR/x.parquet n=${N} ${N}x$N",
+    "PYTHONUNBUFFERED=1 HYDRA=2 train a=1",
     "A=1 B=$A; train $A $B",
     "FOO=7; FOO=1 train a=$FOO; train b=$FOO",
     "A=1; export A B=1024 C=$A; train $A $B $C",
@@ -47,6 +53,7 @@ SNIPPETS = [
     "A=x; case $A in y|z) ;; (w) ;; esac; train $A",
     "A=5; [[ $A =~ ^(5|6)$ ]]; [[ $A == 5 && 1 < 2 ]]; train $A",
     # defaults and patterns
+    "B=given; train ${A:-1} ${B:-${C:-deep}} ${D-x}",
     "A=; train a${A-5} b${A:-5} c${A+x} d${A:+x} e${B-5} f${B+x}",
     "train ${B:=y} $B; : ${C:=z}; train $B $C",
     'train ${B:-\'q\'}/x ${B:-a\\ b} ${B:-"a b"} ${B:-a b} "${B:-\'q\'}" "${B:-"x y"}"',
@@ -58,6 +65,7 @@ SNIPPETS = [
     'A=a*b*c; train "${A%\'*\'*}" "${A#"a*"}"',
     'A=data.parquet; S=.parquet; train ${A%$S} "${A%"$S"}" ${#A}',
     # sums
+    "N=4\ntrain $((1024 * N)) $(( $N / 3 )) $((2-(1)))",
     "A=5; train $((A*2)) $(( $A / 2 )) $((A%3)) $((-7/2)) $((-7%3)) $((7/-2)) $((7%-3))",
     "train $((2**3)) $((2**3**2)) $((-2**2)) $((010)) $((0x10)) $((2-(1)-1)) $[3*4] $((+3))",
     "A=; train $((A+1)) $((1 + 2 * 3 - 4)) $((100/7/2)) $((2*-3))",
@@ -71,6 +79,8 @@ SNIPPETS = [
     'A="$(: "$(: ")")")"; train c',
     "A=$((1<<3)); train c",
     # what is not a word
+    "# first\ntrain a=1 2>&1 > log.txt < /dev/null # x=2",
+    "cat <<EOF\ntrain x=1\nEOF\ntrain y=1",
     ": <<EOF\nit's \" (\nEOF\ntrain a",
     ": <<-'EOF'\n\tit's\n\tEOF\ntrain a",
     ": <<A <<B; train a\nx\nA\ny\nB",

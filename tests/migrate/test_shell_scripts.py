@@ -17,54 +17,9 @@ def words(text: str, **defined: str) -> list[str]:
     return command.texts
 
 
-def test_continued_lines_are_one_command() -> None:
-    assert words("python -m train \\\n    a=1 \\\n    b=2\n") == ["python", "-m", "train", "a=1", "b=2"]
-
-
 def test_each_word_knows_its_line() -> None:
     [command] = commands("X=1\n\ntrain a=1 \\\n  b=2")
     assert [word.line for word in command.words] == [3, 3, 4]
-
-
-def test_variables_are_put_in() -> None:
-    assert words("DIR='data/nq'\nexport N=2\ntrain $DIR/x.parquet n=${N} ${N}x$N") == [
-        "train",
-        "data/nq/x.parquet",
-        "n=2",
-        "2x2",
-    ]
-
-
-def test_variables_before_a_command_are_not_words() -> None:
-    assert words("PYTHONUNBUFFERED=1 HYDRA=2 train a=1") == ["train", "a=1"]
-
-
-def test_quotes_are_taken_off_and_keep_spaces() -> None:
-    assert words("""train 'a b' "c  d" e\\ f trainer.logger=['console','wandb'] "it's" """) == [
-        "train",
-        "a b",
-        "c  d",
-        "e f",
-        "trainer.logger=[console,wandb]",
-        "it's",
-    ]
-
-
-def test_unquoted_variables_split_at_spaces() -> None:
-    assert words('ARGS="a=1 b=2"\ntrain $ARGS "$ARGS"') == ["train", "a=1", "b=2", "a=1 b=2"]
-
-
-def test_arrays_become_words() -> None:
-    script = 'DATA=(\n  data.x=1  # why\n  "data.y=a b"\n)\nDATA+=(z=3)\ntrain "${DATA[@]}" "$@"'
-    assert words(script) == ["train", "data.x=1", "data.y=a b", "z=3"]
-
-
-def test_defaults_of_variables() -> None:
-    assert words("train ${A:-1} ${B:-${C:-deep}} ${D-x}", B="given") == ["train", "1", "given", "x"]
-
-
-def test_whole_numbers_are_worked_out() -> None:
-    assert words("N=4\ntrain $((1024 * N)) $(( $N / 3 )) $((2-(1)))") == ["train", "4096", "1", "1"]
 
 
 def test_powers_are_not_worked_out() -> None:
@@ -77,18 +32,10 @@ def test_slurm_says_its_numbers_in_comments() -> None:
     assert words(script) == ["train", "2", "8"]
 
 
-def test_comments_and_redirections_are_left_out() -> None:
-    assert words("# first\ntrain a=1 2>&1 > log.txt < in # x=2") == ["train", "a=1"]
-
-
 def test_a_pipe_makes_another_command() -> None:
     first, second = commands("train a=1 2>&1 | tee log \\\n b=2")
     assert (first.texts, first.piped) == (["train", "a=1"], False)
     assert (second.texts, second.piped) == (["tee", "log", "b=2"], True)
-
-
-def test_texts_for_commands_are_skipped() -> None:
-    assert [command.texts[0] for command in commands("cat <<EOF\ntrain x=1\nEOF\ndone_with")] == ["cat", "done_with"]
 
 
 def test_an_unset_variable_is_a_doubt_of_who_uses_it() -> None:

@@ -11,6 +11,7 @@ import huggingface_hub.constants
 import numpy as np
 import pytest
 from conftest import Load
+from recipe_texts import QWEN_7B, QWEN_72B
 
 from corral.recipe.default_mesh import UNKNOWN
 from corral.recipe.errors import RecipeError
@@ -20,8 +21,6 @@ from corral.recipe.mesh import MeshShape, deal_layers, other_ranks_of_token
 from corral.recipe.plan import Plan, make_plan
 from corral.recipe.shape import SMOLLM2_135M, ModelShape
 
-QWEN_7B = ModelShape(3584, 28, 28, 4, 128, 18944, 152064, tie_word_embeddings=False, qkv_bias=True)
-QWEN_72B = ModelShape(8192, 80, 64, 8, 128, 29568, 152064, tie_word_embeddings=False, qkv_bias=True)
 FOUR_NODES = ("cluster.nodes=4", "cluster.devices_per_node=8")
 OF_80_GIB = (*FOUR_NODES, "cluster.device_memory=80", "train.gradient_checkpointing=true")
 

@@ -184,11 +184,29 @@ def placement_problems(written, num_devices=4):
     return list(caught.value.problems)
 
 
-def test_a_partial_overlap_is_an_error_that_names_roles_and_devices():
-    assert placement_problems({"actor": "0-2", "rollout": "2-3"}) == [
-        "`cluster.placement`: actor (0-2) and rollout (2-3) share device 2 but not all; "
-        "two roles share all of their devices or none"
-    ]
+@pytest.mark.parametrize(
+    ("written", "problem"),
+    [
+        (
+            {"actor": "0-2", "rollout": "2-3"},
+            ": actor (0-2) and rollout (2-3) share device 2 but not all; two roles share all of their devices or none",
+        ),
+        ({"actor,rollout": "0", "actor": "1"}, ", `actor`: actor has been placed before"),
+        ({"actr": "0"}, ", `actr`: `actr` is not a role; did you mean `actor`?"),
+        (
+            {"judge": "0"},
+            ", `judge`: `judge` is not a role; the roles are actor, rollout, reference, critic, reward_model",
+        ),
+        (
+            {"actor,rollout": "0-4"},
+            ", `actor,rollout: 0-4`: device 4 does not exist; "
+            "`cluster.nodes` x `cluster.devices_per_node` gives devices 0-3",
+        ),
+    ],
+    ids=["a partial overlap", "a role placed twice", "an unknown role", "one like no other", "a device out of range"],
+)
+def test_a_wrong_placement_is_an_error_that_names_roles_and_devices(written, problem):
+    assert placement_problems(written) == [f"`cluster.placement`{problem}"]
 
 
 @pytest.mark.parametrize("rollout", ["0-1", "2-3", "[1, 0]"])
@@ -198,30 +216,6 @@ def test_a_total_overlap_or_none_is_fine(rollout):
 
 def test_a_role_within_another_is_a_partial_overlap():
     assert len(placement_problems({"actor": "0-3", "rollout": "1"})) == 1
-
-
-def test_a_role_placed_twice_is_an_error():
-    assert placement_problems({"actor,rollout": "0", "actor": "1"}) == [
-        "`cluster.placement`, `actor`: actor has been placed before"
-    ]
-
-
-def test_an_unknown_role_is_an_error_with_a_suggestion():
-    assert placement_problems({"actr": "0"}) == [
-        "`cluster.placement`, `actr`: `actr` is not a role; did you mean `actor`?"
-    ]
-
-
-def test_a_role_like_no_other_is_told_the_roles():
-    (problem,) = placement_problems({"judge": "0"})
-    assert problem.endswith("`judge` is not a role; the roles are actor, rollout, reference, critic, reward_model")
-
-
-def test_a_device_out_of_range_is_an_error_with_its_line():
-    assert placement_problems({"actor,rollout": "0-4"}) == [
-        "`cluster.placement`, `actor,rollout: 0-4`: device 4 does not exist; "
-        "`cluster.nodes` x `cluster.devices_per_node` gives devices 0-3"
-    ]
 
 
 def test_all_problems_of_a_placement_are_reported():

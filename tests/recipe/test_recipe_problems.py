@@ -14,12 +14,6 @@ def test_a_key_in_the_wrong_section_is_found_in_the_right_one(problems):
     assert found == ["recipe.yaml:10: `rollout.prompts_per_step` is not a key; did you mean `batch.prompts_per_step`?"]
 
 
-def test_a_key_at_the_top_is_found_in_its_section(problems):
-    assert problems("temperature=1") == [
-        "override temperature=1: `temperature` is not a key; did you mean `rollout.temperature`?"
-    ]
-
-
 def test_keys_below_a_misspelt_section_are_each_led_to_the_right_one(problems):
     found = problems(text=MINIMAL + "optimzer:\n  learning_rate: 1e-6\n  warmup: 3\n")
     assert found == [
@@ -30,7 +24,11 @@ def test_keys_below_a_misspelt_section_are_each_led_to_the_right_one(problems):
 
 @pytest.mark.parametrize(
     ("habit", "ours"),
-    [("optimizer.lr", "optimizer.learning_rate"), ("rollout.n", "batch.samples_per_prompt")],
+    [
+        ("optimizer.lr", "optimizer.learning_rate"),
+        ("rollout.n", "batch.samples_per_prompt"),
+        ("temperature", "rollout.temperature"),
+    ],
 )
 def test_names_from_other_frameworks_lead_to_ours(problems, habit, ours):
     assert problems(f"{habit}=1") == [f"override {habit}=1: `{habit}` is not a key; did you mean `{ours}`?"]

@@ -86,8 +86,8 @@ async def a_reproducible_engine_samples_the_same_tokens_in_any_batch(make: MakeE
 
 async def an_impossible_request_is_refused(make: MakeEngine) -> None:
     engine = make()
-    for tokens, max_tokens in (([], 5), ([1] * 250, 10)):
-        with pytest.raises(ValueError, match="token"):
+    for tokens, max_tokens, message in (([], 5, "at least one token"), ([1] * 250, 10, "pass the limit of 256")):
+        with pytest.raises(ValueError, match=message):
             await engine.generate(tokens, Sampling(max_tokens=max_tokens), 0)
     assert engine.num_in_flight == 0
 

@@ -570,8 +570,6 @@ def test_no_more_environments_are_open_than_the_recipe_allows(rollout: Rollout) 
     trajectories = rollout("Counted", samples=7, concurrency=2)
     assert len(trajectories) == 7
     assert all(trajectory.error is None for trajectory in trajectories)
-    from corral.data.plugins import load_object
-
     assert load_object(f"{rollout.environments}:Counted", "environment").most == 2
 
 

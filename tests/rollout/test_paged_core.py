@@ -6,7 +6,7 @@ import gc
 import numpy as np
 import pytest
 import torch
-from test_native_engine import PROMPTS, TOLERANCE, generate, make_engine, reference_logprobs
+from test_native_engine import PROMPTS, TOLERANCE, assert_exact, generate, make_engine
 from tiny import DEVICE
 
 from corral.kernels.paged_attention import PAGE
@@ -36,6 +36,12 @@ def core_of(engine: NativeEngine) -> PagedCore:
     return engine.core
 
 
+def assert_as_with_slots(completions: list[Completion], requests: list[tuple[list[int], Sampling, int]]) -> None:
+    for ours, theirs in zip(completions, generate(make_engine(), requests), strict=True):
+        assert ours.tokens == theirs.tokens
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
+
+
 def assert_nothing_is_held(engine: NativeEngine) -> None:
     core = core_of(engine)
     gc.collect()
@@ -61,9 +67,7 @@ def test_a_fused_model_generates_as_it_does_module_by_module(family: str) -> Non
 @pytest.mark.slow
 def test_sequences_of_several_pages_are_as_with_the_other_core() -> None:
     requests = [(LONG_PROMPT[: 40 + 20 * i], Sampling(max_tokens=90), i) for i in range(5)]
-    for ours, theirs in zip(generate(paged_engine(), requests), generate(make_engine(), requests), strict=True):
-        assert ours.tokens == theirs.tokens
-        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
+    assert_as_with_slots(generate(paged_engine(), requests), requests)
 
 
 @pytest.mark.parametrize("length", [PAGE - 1, PAGE, PAGE + 1, 2 * PAGE])
@@ -71,9 +75,7 @@ def test_sequences_of_several_pages_are_as_with_the_other_core() -> None:
 def test_samples_share_the_pages_of_their_prompt_and_write_into_none_of_them(length: int) -> None:
     engine = paged_engine()
     requests = [(LONG_PROMPT[:length], Sampling(max_tokens=20), seed) for seed in range(6)]
-    for ours, theirs in zip(generate(engine, requests), generate(make_engine(), requests), strict=True):
-        assert ours.tokens == theirs.tokens
-        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
+    assert_as_with_slots(generate(engine, requests), requests)
     assert engine.stats.num_computed_tokens - length < 6 * (20 + paged_core.WINDOW)
     assert_nothing_is_held(engine)
 
@@ -92,9 +94,7 @@ def test_a_prompt_longer_than_a_prefill_batch_is_computed_in_chunks_between_whic
         passes.append(engine.stats.num_computed_tokens - before)
 
     core_of(engine).prefill.compute = counted  # type: ignore[method-assign]
-    for ours, theirs in zip(generate(engine, requests), generate(make_engine(), requests), strict=True):
-        assert ours.tokens == theirs.tokens
-        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
+    assert_as_with_slots(generate(engine, requests), requests)
     assert max(passes) == 32
     assert_nothing_is_held(engine)
 
@@ -136,9 +136,7 @@ def test_sequences_are_preempted_when_pages_run_out_and_continue_later_as_if_not
 
     core_of(engine)._preempt = noted  # type: ignore[method-assign]
     requests = [(PROMPTS[i % 4], Sampling(max_tokens=100), i) for i in range(6)]
-    for ours, theirs in zip(generate(engine, requests), generate(make_engine(), requests), strict=True):
-        assert ours.tokens == theirs.tokens
-        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
+    assert_as_with_slots(generate(engine, requests), requests)
     assert preempted
     assert_nothing_is_held(engine)
 
@@ -148,8 +146,7 @@ def test_a_sequence_may_be_as_long_as_all_pages() -> None:
     engine = paged_engine(max_sequences=1)
     prompt = [3 + i % 60 for i in range(250)]
     requests = [(prompt, Sampling(max_tokens=6), seed) for seed in range(3)]
-    for ours, theirs in zip(generate(engine, requests), generate(make_engine(), requests), strict=True):
-        assert ours.tokens == theirs.tokens
+    assert_as_with_slots(generate(engine, requests), requests)
     assert_nothing_is_held(engine)
 
 
@@ -158,9 +155,7 @@ def test_cached_prompts_are_evicted_for_running_sequences() -> None:
     engine = paged_engine(num_pages=6, max_sequences=4)
     prompts = [LONG_PROMPT[: 100 + i] for i in range(4)]
     requests = [(prompt, Sampling(max_tokens=100), seed) for prompt in prompts for seed in range(5)]
-    for ours, theirs in zip(generate(engine, requests), generate(make_engine(), requests), strict=True):
-        assert ours.tokens == theirs.tokens
-        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
+    assert_as_with_slots(generate(engine, requests), requests)
     assert_nothing_is_held(engine)
 
 
@@ -175,9 +170,7 @@ def test_what_is_decoded_behind_a_stop_token_is_cut_off() -> None:
     assert stopped.tokens == free.tokens[: first + 1]
     assert stopped.logprobs == pytest.approx(free.logprobs[: first + 1], abs=TOLERANCE)
     assert stopped.finish_reason is FinishReason.STOP_TOKEN
-    for ours, theirs in zip(others, generate(make_engine(), requests[1:]), strict=True):
-        assert ours.tokens == theirs.tokens
-        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
+    assert_as_with_slots(others, requests[1:])
     assert_nothing_is_held(engine)
 
 
@@ -196,10 +189,8 @@ def test_cached_prefixes_are_evicted_for_running_sequences() -> None:
     first, long, again = asyncio.run(run())
     assert all(completion.prefix is not None for completion in first)
     assert not any(completion.prefix.pages for completion in first)  # type: ignore[union-attr]
-    expected = reference_logprobs(engine, LONG_PROMPT, long.tokens, 1.0)
-    assert torch.tensor(long.logprobs) == pytest.approx(expected, abs=TOLERANCE)
-    expected = reference_logprobs(engine, [*PROMPTS[0], *first[0].tokens, 20], again.tokens, 1.0)
-    assert torch.tensor(again.logprobs) == pytest.approx(expected, abs=TOLERANCE)
+    assert_exact(engine, LONG_PROMPT, long)
+    assert_exact(engine, [*PROMPTS[0], *first[0].tokens, 20], again)
     del first, long, again
     assert_nothing_is_held(engine)
 
@@ -218,8 +209,7 @@ def test_several_requests_may_continue_one_cached_prefix() -> None:
 
     before = engine.stats.num_computed_tokens
     for whole, completion in asyncio.run(run()):
-        expected = reference_logprobs(engine, whole, completion.tokens, 1.0)
-        assert torch.tensor(completion.logprobs) == pytest.approx(expected, abs=TOLERANCE)
+        assert_exact(engine, whole, completion)
     assert engine.stats.num_computed_tokens - before < 2 * 70
     assert_nothing_is_held(engine)
 
@@ -237,8 +227,7 @@ def test_a_cached_prefix_from_before_the_cache_was_released_is_prefilled_again()
         return whole, await engine.generate(whole, Sampling(max_tokens=6), 2, prefix=first.prefix)
 
     whole, completion = asyncio.run(run())
-    expected = reference_logprobs(engine, whole, completion.tokens, 1.0)
-    assert torch.tensor(completion.logprobs) == pytest.approx(expected, abs=TOLERANCE)
+    assert_exact(engine, whole, completion)
     assert_nothing_is_held(engine)
 
 
@@ -276,8 +265,7 @@ def test_an_update_between_two_chunks_of_a_prompt_prefills_it_again() -> None:
 
     completion = asyncio.run(run())
     assert completion.versions == [1] * 10
-    expected = reference_logprobs(engine, LONG_PROMPT, completion.tokens, 1.0)
-    assert torch.tensor(completion.logprobs) == pytest.approx(expected, abs=TOLERANCE)
+    assert_exact(engine, LONG_PROMPT, completion)
     assert_nothing_is_held(engine)
 
 

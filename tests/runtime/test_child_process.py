@@ -7,9 +7,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from deadlines import within
+from deadlines import wait_until, within
 
 from corral import child_process
 
@@ -17,6 +18,11 @@ from corral import child_process
 def begin(folder: Path, program: str) -> "subprocess.Popen[str]":
     shim = [sys.executable, "-I", "-S", child_process.__file__, str(folder), "worker", sys.executable, "-c", program]
     return subprocess.Popen(shim, stdout=subprocess.PIPE, text=True, process_group=0)  # as Ray does it
+
+
+def first_line(process: "subprocess.Popen[Any]") -> Any:
+    assert process.stdout is not None
+    return process.stdout.readline()
 
 
 def run(folder: Path, program: str) -> int | None:
@@ -37,42 +43,30 @@ def test_a_process_that_still_runs_has_none(tmp_path: Path) -> None:
     assert child_process.read_exit(tmp_path, "worker") is None
 
 
-def test_a_signal_is_passed_on_and_the_outcome_still_known(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "send"), [(signal.SIGTERM, os.kill), (signal.SIGKILL, os.killpg)], ids=["to the shim", "to its group"]
+)
+def test_a_signal_is_passed_on_and_the_outcome_still_known(
+    tmp_path: Path, number: signal.Signals, send: Callable[[int, int], None]
+) -> None:
+    """Also where the whole process group is killed, as Ray does it."""
     process = begin(tmp_path, "import time; print(flush=True); time.sleep(60)")
-    assert process.stdout is not None
-    process.stdout.readline()
-    process.terminate()
+    first_line(process)
+    send(process.pid, number)
     process.wait(timeout=within(30))
-    assert child_process.read_exit(tmp_path, "worker") == -signal.SIGTERM
-
-
-def test_the_outcome_is_known_where_the_whole_process_group_is_killed(tmp_path: Path) -> None:
-    process = begin(tmp_path, "import time; print(flush=True); time.sleep(60)")
-    assert process.stdout is not None
-    process.stdout.readline()
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait(timeout=within(30))
-    assert child_process.read_exit(tmp_path, "worker") == -signal.SIGKILL
+    assert child_process.read_exit(tmp_path, "worker") == -number
 
 
 def test_the_worker_ends_with_its_parent(tmp_path: Path) -> None:
     process = begin(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
-    assert process.stdout is not None
-    pid = int(process.stdout.readline())
+    pid = int(first_line(process))
     process.kill()
     process.wait(timeout=within(30))
     until_ended(pid)
 
 
 def until_ended(pid: int) -> None:
-    until(lambda: not is_running(pid))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + within(10)
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not is_running(pid))
 
 
 def is_running(pid: int) -> bool:
@@ -92,8 +86,7 @@ def test_exits_are_described() -> None:
 def test_a_group_is_terminated_with_what_the_child_has_started(tmp_path: Path) -> None:
     program = "import subprocess, sys, time; child = subprocess.Popen(['sleep', '60']); print(child.pid, flush=True)"
     process = child_process.start_child([sys.executable, "-c", program], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    grandchild = int(process.stdout.readline())
+    grandchild = int(first_line(process))
     assert child_process.terminate_group(process, grace_s=within(10)) in (0, -signal.SIGTERM)
     until_ended(grandchild)
 
@@ -101,8 +94,7 @@ def test_a_group_is_terminated_with_what_the_child_has_started(tmp_path: Path) -
 def test_a_child_that_ignores_sigterm_is_killed_after_its_grace() -> None:
     program = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(60)"
     process = child_process.start_child([sys.executable, "-c", program], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.readline()
+    first_line(process)
     assert child_process.terminate_group(process, grace_s=0.1) == -signal.SIGKILL
 
 
@@ -116,8 +108,7 @@ def test_a_child_dies_with_its_parent(kind: str) -> None:
         f"start_child([sys.executable, '-c', {child!r}], {options}); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    pid = int(process.stdout.readline())
+    pid = int(first_line(process))
     process.kill()
     process.wait(timeout=within(30))
     until_ended(pid)
@@ -154,15 +145,14 @@ def test_a_folder_goes_when_the_last_process_that_holds_it_was_killed(tmp_path: 
         for _ in range(2)
     ]
     for process in holders:
-        assert process.stdout is not None
-        process.stdout.readline()
+        first_line(process)
     holders[0].kill()
     holders[0].wait()
     time.sleep(0.3)
     assert (folder / "file").exists()
     holders[1].kill()
     holders[1].wait()
-    until(lambda: not folder.exists())
+    wait_until(lambda: not folder.exists())
 
 
 def test_a_released_folder_goes_even_if_an_exit_code_is_written_into_it_meanwhile(tmp_path: Path) -> None:
@@ -178,4 +168,4 @@ def test_a_released_folder_goes_even_if_an_exit_code_is_written_into_it_meanwhil
         "child_process.remove_released_folder(folder)"
     )
     subprocess.run([sys.executable, "-c", program, str(folder)], check=True)
-    until(lambda: not folder.exists())
+    wait_until(lambda: not folder.exists())

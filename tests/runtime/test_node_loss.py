@@ -1,13 +1,12 @@
 """Nodes that are cut off or end. Ray's own health checks are as they are by default, and take a minute."""
 
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from deadlines import within
+from deadlines import wait_until, within
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -34,17 +33,10 @@ def cut(lab: Lab, driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> A
     """The second host, which has the third rank, is cut off."""
     folder = tmp_path_factory.mktemp("cut")
     driver.begin("scenarios:node_cut", logs=str(folder), ready=str(folder / "ready"))
-    wait_for(folder / "ready")
+    wait_until((folder / "ready").exists, 90)
     lab.cut(1)
     (folder / "ready.cut").touch()
     return driver.result()
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + within(90)
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_labels_say_how_nodes_are_numbered(cut: Any) -> None:
@@ -92,7 +84,7 @@ def test_a_host_that_ends_is_the_cause_even_if_others_fail_first(cut: Any, lab: 
     """The host is Ray's head, and the controller on another one. It comes to its end, too."""
     driver, ready = Driver(lab, 2), tmp_path / "ready"
     driver.begin("scenarios:host_killed", logs=str(tmp_path), ready=str(ready), address=lab.hosts[1].address)
-    wait_for(ready)
+    wait_until(ready.exists, 90)
     lab.kill(0)
     seen = driver.result()
     assert seen["lost"]["node"] == lab.hosts[0].address

@@ -9,14 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from deadlines import within
+from deadlines import wait_until, within
 
 from corral.recipe.schema import Service
 from corral.runtime import services as services_module
@@ -80,13 +79,6 @@ def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
-    deadline = time.monotonic() + within(timeout_s)
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_a_service_is_ready_when_it_answers_and_ends_with_the_run(start: Start, port: int, tmp_path: Path) -> None:
     services = start()
     assert services.wait() == []
@@ -122,7 +114,7 @@ def test_a_service_that_is_killed_is_started_again(
         except OSError:
             return False
 
-    until(answers_again)
+    wait_until(answers_again)
 
 
 def test_a_service_dies_with_the_process_that_started_it(tmp_path: Path, port: int) -> None:
@@ -142,7 +134,7 @@ time.sleep(600)
     pid = pid_of(port)
     parent.kill()
     parent.wait()
-    until(lambda: not is_alive(pid))
+    wait_until(lambda: not is_alive(pid))
 
 
 @pytest.mark.slow
@@ -221,7 +213,7 @@ def test_each_service_sees_the_devices_that_it_claims_and_no_others(tmp_path: Pa
     running = Services(services, tmp_path, accelerators=["3", "5", "6"])
     try:
         logs = {name: tmp_path / f"service-{name}.log" for name in claims}
-        until(lambda: all(log.exists() and "devices" in log.read_text() for log in logs.values()))
+        wait_until(lambda: all(log.exists() and "devices" in log.read_text() for log in logs.values()))
         seen = {name: log.read_text().splitlines()[0] for name, log in logs.items()}
     finally:
         running.close()

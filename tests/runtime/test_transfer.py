@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from deadlines import within
+from deadlines import wait_until, within
 from forked_pythons import FORKED, forking_python
 from hosts import Lab
 from tiny import DEVICE, tiny_config
@@ -301,10 +301,7 @@ def test_a_bucket_is_put_together_while_the_last_one_travels() -> None:
 
     with ThreadPoolExecutor(1) as threads:
         sent = threads.submit(sender.send, noted())
-        deadline = time.monotonic() + AT_ONCE_S
-        while len(packed) < 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert packed == ["0", "1", "2"], "before anyone has received anything"
+        wait_until(lambda: packed == ["0", "1", "2"], 10)  # before anyone has received anything
         assert_same(arrived(receiver, None, weights), weights)
         sent.result(timeout=TIMEOUT_S)
     for end in (sender, receiver):
@@ -421,10 +418,7 @@ def test_every_node_of_trainers_sends_half_and_at_the_same_time(tmp_path: Path) 
         def sent_bytes(host: int) -> int:
             return int(Path(f"/sys/class/net/{lab.hosts[host].link}/statistics/rx_bytes").read_text())
 
-        deadline = time.monotonic() + within(60)
-        while sent_bytes(0) < 2 * LARGE_BUCKET:
-            assert time.monotonic() < deadline, lab.errors.read_text()
-            time.sleep(0.05)
+        wait_until(lambda: sent_bytes(0) >= 2 * LARGE_BUCKET, 60, lab.errors.read_text)
         assert sent_bytes(1) < LARGE_BUCKET
         lab.run(1, ["sh", "-c", "tc qdisc del dev eth0 root"])
         assert [process.stdout.readline() for process in processes if process.stdout] == ["done\n"] * 3

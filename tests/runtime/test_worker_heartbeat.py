@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from deadlines import within
+from deadlines import wait_until, within
 
 from corral.child_process import read_stat
 from corral.runtime.worker_heartbeat import COUNT, HEARTBEAT_S, TICKS_PER_S, HeartbeatReader
@@ -66,13 +66,6 @@ def silence(reader: HeartbeatReader, clock: Clock, seconds: float = 1.0) -> floa
     return state.silent_s
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + within(30)
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def count_of(folder: Path) -> int:
     """How often the worker's heart has beaten."""
     [file] = folder.glob("heartbeat-*")
@@ -81,14 +74,14 @@ def count_of(folder: Path) -> int:
 
 def next_beat(folder: Path) -> None:
     before = count_of(folder)
-    until(lambda: count_of(folder) > before)
+    wait_until(lambda: count_of(folder) > before)
 
 
 def stop(process: "subprocess.Popen[str]") -> None:
     """Returns when no thread of it runs."""
     process.send_signal(signal.SIGSTOP)
     threads = [int(thread.name) for thread in Path(f"/proc/{process.pid}/task").iterdir()]
-    until(lambda: {stat.state for thread in threads if (stat := read_stat(process.pid, thread))} == {"T"})
+    wait_until(lambda: {stat.state for thread in threads if (stat := read_stat(process.pid, thread))} == {"T"})
 
 
 def test_a_worker_that_waits_is_not_silent(start: Start, tmp_path: Path) -> None:
@@ -127,7 +120,7 @@ def test_native_code_that_computes_and_holds_the_interpreters_lock_is_not_silent
     counts = []
     for _ in range(8):
         before = cpu_ticks()
-        until(lambda before=before: cpu_ticks() > before + 0.2 * TICKS_PER_S)
+        wait_until(lambda before=before: cpu_ticks() > before + 0.2 * TICKS_PER_S)
         assert silence(reader, clock) == 0
         counts.append(count_of(tmp_path))
     assert len(set(counts[1:])) == 1
@@ -137,14 +130,14 @@ def test_native_code_that_computes_and_holds_the_interpreters_lock_is_not_silent
 def test_native_code_that_waits_for_ever_with_the_interpreters_lock_is_silent(start: Start, tmp_path: Path) -> None:
     start("ctypes.PyDLL(None).sleep(600)")
     reader = HeartbeatReader(tmp_path)
-    until(lambda: reader.look()[0].silent_s > 2)
+    wait_until(lambda: reader.look()[0].silent_s > 2)
 
 
 def test_a_worker_that_has_ended_is_known_at_once(start: Start, tmp_path: Path) -> None:
     process, reader = start("time.sleep(600)"), HeartbeatReader(tmp_path)
     assert reader.look()[0].is_alive
     process.kill()
-    until(lambda: not reader.look()[0].is_alive)  # before anybody has asked how it ended
+    wait_until(lambda: not reader.look()[0].is_alive)  # before anybody has asked how it ended
     process.wait()
     assert not reader.look()[0].is_alive
 
