@@ -145,7 +145,8 @@ def test_a_receiver_that_dies_ends_no_other_process(team_of: Callable[[int], Tea
     rendezvous = ranks.run(open_channel, 3)[0]
     assert ranks.run(join, rendezvous, 3) == ["", "", ""]
     sender, receiver, _ = ranks.run(transfer_slowly, gather_s, 2, dying=[2])
-    assert "a process of the transfer died or hangs" in sender
+    # NCCL passes weights on from one receiver to the next: a sender that does not gather may be done before one dies.
+    assert "a process of the transfer died or hangs" in sender or (sender == "" and gather_s == 0)
     assert "did not arrive" in receiver
     left = Left(ranks, 2)
     rendezvous = left.run(open_channel, 2)[0]
