@@ -49,7 +49,7 @@ test-all: .venv/.installed-dev  ## all tests: long runs, clusters of namespaces,
 	$(VERDICT) $(ARGS)
 
 .PHONY: test-gpu
-test-gpu:  ## trainers and transfers on up to 8 NCCL ranks that share one GPU, and a table (10 minutes); nothing is installed
+test-gpu:  ## trainers and transfers on up to 8 NCCL ranks that share one GPU, and a table (half an hour); installs nothing
 	@# Needs torch with CUDA, Corral's dependencies, pytest, pytest-xdist and hypothesis: in .venv, else in $(PYTHON).
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
 	  echo "error: make test-gpu needs a GPU, and the torch of $(GPU_PYTHON) sees none" >&2; exit 1; }
