@@ -98,8 +98,9 @@ def broken(*arguments):
 
 
 @pytest.fixture
-def on_terminal(tmp_path: Path, tiny_model: Path) -> Callable[..., Terminal]:
+def on_terminal(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Terminal]:
     """The command of a block of the guide, with changes to the recipe."""
+    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)  # Ray sets it in the process of a test before
 
     def start(one: Block, *changes: str) -> Terminal:
         prepare(tmp_path, tiny_model, *changes)

@@ -34,7 +34,7 @@ def agent(row, base_url, api_key, model):
         body = json.dumps({"model": model, "messages": messages}).encode()
         headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
         request = urllib.request.Request(f"{base_url}/chat/completions", body, headers)
-        with urllib.request.urlopen(request, timeout=within(30)) as answer:
+        with urllib.request.urlopen(request, timeout=150) as answer:
             messages.append(json.load(answer)["choices"][0]["message"])
         messages.append({"role": "user", "content": "sure?"})
     return 1.0
