@@ -81,7 +81,7 @@ def agent(row, base_url, api_key):
 
     headers = {"Authorization": f"Bearer {api_key}"}
     body = {"model": "m", "messages": row.prompt}
-    answer = httpx.post(f"{base_url}/chat/completions", headers=headers, json=body, timeout=within(30)).json()
+    answer = httpx.post(f"{base_url}/chat/completions", headers=headers, json=body, timeout=150).json()
     return {"score": picky(answer["choices"][0]["message"]["content"], "return")}
 '''
 

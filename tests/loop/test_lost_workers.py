@@ -197,7 +197,8 @@ def test_a_service_whose_node_agent_died_is_started_again(tmp_path: Path, tiny_m
     run = LocalRun(tmp_path, tiny_model, services, "schedule.steps=600")
 
     def service() -> int | None:
-        with suppress(OSError, IndexError), socket.create_connection(("127.0.0.1", port), timeout=within(5)) as connection:
+        address = ("127.0.0.1", port)  # where it is not there, or ends before it has answered
+        with suppress(OSError, IndexError), socket.create_connection(address, timeout=within(5)) as connection:
             connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
             return int(connection.makefile("rb").read().split(b"\r\n\r\n")[1])
         return None
