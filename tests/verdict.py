@@ -83,7 +83,8 @@ class Verdict:
 
     def _write_record(self, session: pytest.Session, late: list[str]) -> str:
         config, option = session.config, session.config.option
-        if config.args_source != pytest.Config.ArgsSource.TESTPATHS or option.keyword or option.markexpr or option.lf:
+        partly = option.keyword or option.markexpr or option.lf or option.collectonly
+        if partly or config.args_source != pytest.Config.ArgsSource.TESTPATHS:
             return "no record is written: not everything was run"
         write_costs(self.costs)
         if session.exitstatus != pytest.ExitCode.OK or self.has_changes:
