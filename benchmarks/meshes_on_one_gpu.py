@@ -134,7 +134,9 @@ def train(folder: Path, name: str, mesh: Mesh, options: argparse.Namespace) -> d
             error = "" if run.wait(options.limit) == 0 else f"ended with code {run.returncode}"
         except subprocess.TimeoutExpired:
             run.send_signal(signal.SIGTERM)
-            run.wait(60)
+            with suppress(subprocess.TimeoutExpired):
+                run.wait(60)
+            run.kill()
             error = f"not ready after {options.limit:g} s"
     seconds = time.monotonic() - started
     if options.out:

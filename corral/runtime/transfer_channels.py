@@ -197,7 +197,7 @@ def reused_memory(device: torch.device, *, num_buckets: int = 1, pinned: bool = 
 
 
 CLOSE_S = 5.0
-"""Seconds in which connections are to end; then nobody waits for them any more."""
+"""Seconds to wait for connections to end; after that they end in the background."""
 CHANNEL_TIMEOUT_S = 120.0
 """Seconds for both sides to join, and for any one bucket."""
 
