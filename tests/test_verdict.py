@@ -71,6 +71,12 @@ def test_a_deadline_that_is_missed_twice_is_a_failure(tmp_path: Path) -> None:
     assert "late, and passed" not in output
 
 
+def test_a_late_test_that_is_skipped_when_repeated_did_not_pass(tmp_path: Path) -> None:
+    code, output = run(tmp_path, late=LATE.format(number=1) + "    else:\n        pytest.skip('not now')\n")
+    assert code == 1
+    assert "1 skipped" in output
+
+
 def test_more_than_five_late_tests_are_a_failure(tmp_path: Path) -> None:
     code, output = run(tmp_path, late=LATE.format(number=6))
     assert code == 1
