@@ -6,7 +6,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -50,13 +49,11 @@ class Team:
     def __init__(self, size: int, has_world: bool = True) -> None:
         """`has_world`: whether all of them are one world of torch.distributed."""
         context = multiprocessing.get_context("fork" if DEVICE_NAME is None else "spawn")
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            address = f"tcp://localhost:{free.getsockname()[1]}"
+        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if has_world else None
         self.pipes, self.processes, self.num_runs = [], [], 0
         for rank in range(size):
             ours, theirs = context.Pipe()
-            arguments = (theirs, address if has_world else None, rank, size)
+            arguments = (theirs, self.store.port if self.store is not None else None, rank, size)
             process = context.Process(target=serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -80,7 +77,7 @@ class Team:
                 raise TimeoutError(f"rank {rank} hangs in {function.__name__}{arguments}; others said {answers}")
             try:
                 answers.append(pipe.recv())
-            except EOFError:
+            except (EOFError, ConnectionResetError):  # the second where it had not taken the function yet
                 self.processes[rank].join()
                 died = Failure(f"rank {rank} died with {self.processes[rank].exitcode}")
                 answers.append(None if rank in dying else died)
@@ -103,7 +100,7 @@ class Failure:
         self.text = text
 
 
-def serve(pipe: Connection, address: str | None, rank: int, size: int) -> None:
+def serve(pipe: Connection, store_port: int | None, rank: int, size: int) -> None:
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1, sys.__stderr__)
     os.environ["RANK"] = str(rank)
@@ -111,9 +108,10 @@ def serve(pipe: Connection, address: str | None, rank: int, size: int) -> None:
         os.environ |= HOSTS_OF_THEIR_OWN | {"NCCL_HOSTID": f"host of rank {rank}"}
         set_nccl_variables()
         torch.cuda.set_device(DEVICE)
-    if address is not None:
+    if store_port is not None:
         backend = "nccl" if DEVICE.type == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=address, rank=rank, world_size=size)
+        store = dist.TCPStore("localhost", store_port, is_master=False)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     while True:
         try:
             function, arguments = pipe.recv()

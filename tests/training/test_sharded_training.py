@@ -23,7 +23,7 @@ from sharded_cases import (
     shapes,
     weights_of,
 )
-from team import DEVICE_NAME, GRADIENT_ROUNDING, ROUNDING, Team, on_gpu_only
+from team import DEVICE, DEVICE_NAME, GRADIENT_ROUNDING, ROUNDING, Team, on_gpu_only
 from tiny import SHAPE
 from trajectories import small_batch
 from transformers import AutoModelForCausalLM, MistralConfig
@@ -131,15 +131,15 @@ def test_tokens_of_many_experts_are_gathered_and_the_gradient_is_the_same(team: 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_moe*6", "qwen3_moe+lora", "qwen3_moe+lora*6"])
 def test_experts_are_dealt_in_bfloat16(team: Teams, family: str) -> None:
-    """In one process gradients of adapters in bfloat16 differ from float32's by 0.16 to 0.48, which depends on the CPU:
-    routers choose others. Those of experts that are dealt may differ from either by as much."""
+    """In one process gradients in bfloat16 differ from float32's by 0.16 to 0.56, which depends on the device: routers
+    choose others. Those of experts that are dealt may differ from either by as much, where another order of a sum lets
+    routers choose others again: with adapters, and on a GPU."""
     dtype = torch.bfloat16
     outcomes, expected = team(2).run(on_mesh, MeshShape(expert=2), family, dtype), alone(family, dtype)
     rounding = deviation(expected.gradients, alone(family).gradients)
+    chooses_others = "lora" in family or DEVICE.type == "cuda"
     for outcome in outcomes:
-        assert deviation(outcome.gradients, expected.gradients) < (
-            max(0.25, 1.25 * rounding) if "lora" in family else 0.1
-        )
+        assert deviation(outcome.gradients, expected.gradients) < (max(0.25, 1.25 * rounding) if chooses_others else 0.1)
         assert outcome.norms == pytest.approx(expected.norms, rel=0.05 if "lora" in family else 0.03)
 
 
