@@ -2,7 +2,7 @@
 
     python benchmarks/meshes_on_one_gpu.py [--only shard4,killed-trainer] [--at-once 4] [--steps 14] [--out FOLDER]
 
-NCCL takes the workers for different hosts, which talk over loopback (`CORRAL_WORKERS_PER_GPU`). So this shows NCCL's
+NCCL takes the workers for different hosts, which talk over loopback (`cluster.address: here`). So this shows NCCL's
 order of calls, its streams and its errors, not NVLink, InfiniBand or speed. Without a GPU they are on CPUs, with gloo.
 """
 
@@ -119,15 +119,12 @@ def train(folder: Path, name: str, mesh: Mesh, options: argparse.Namespace) -> d
     (own / "recipe.yaml").write_text(RECIPE.format(model=model, folder=folder, steps=options.steps))
     overrides = [f"train.parallel={mesh.parallel}", f"schedule.max_staleness={mesh.staleness}"]
     if mesh.num_workers > 1:
-        overrides.append(f"cluster.devices_per_node={mesh.num_workers}")
+        overrides += ["cluster.address=here", f"cluster.devices_per_node={mesh.num_workers}"]
     if mesh.placement:
         overrides.append(f"cluster.placement={mesh.placement}")
-    environment = {**os.environ, "CORRAL_WORKERS_PER_GPU": str(mesh.num_workers)}
     started = time.monotonic()
     with (own / "console.txt").open("w") as console:
-        run = subprocess.Popen(
-            [*CORRAL, "train", "recipe.yaml", *overrides], cwd=own, env=environment, stdout=console, stderr=console
-        )
+        run = subprocess.Popen([*CORRAL, "train", "recipe.yaml", *overrides], cwd=own, stdout=console, stderr=console)
         if mesh.killed is not None:
             threading.Thread(target=kill_worker, args=(run, own, mesh.killed), daemon=True).start()
         try:

@@ -22,6 +22,7 @@ from corral.data.batch import Batch, Trajectory
 from corral.model.attention import attention_layers
 from corral.model.families import ModelPath, check_length, choose_path
 from corral.model.model_loading import default_device, load_model
+from corral.model.narrow import EXPERTS, LAYERS, OTHER_SIZES, WIDTHS
 from corral.recipe.schema import Model, Optimizer
 from corral.rollout.engine import Sampling
 from corral.rollout.native_engine import NativeEngine, core_class
@@ -32,39 +33,9 @@ from corral.training.native_trainer import NativePolicyTrainer
 VOCABULARY = 96
 MAX_LENGTH = 64
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embed_dim", "attention_hidden_size", "embedding_size"), 64),
-    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"), 48),
-    **dict.fromkeys(("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"), 48),
-    **dict.fromkeys(("shared_intermediate_size", "intermediate_size_mlp", "expert_ffn_hidden_size"), 48),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), 4),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
-    **dict.fromkeys(("head_dim", "attention_head_dim", "global_head_dim", "swa_head_dim"), 16),
+    **{**WIDTHS, **LAYERS, **EXPERTS, **OTHER_SIZES},
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), 512),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts"), 2),
-    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
-    **dict.fromkeys(("n_group", "topk_group", "mamba_n_groups", "n_groups", "mamba_ngroups"), 1),
-    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size", "mamba_state_dim"), 8),
-    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 4),
-    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 32),
-    "mamba_d_ssm": 128,
-    "mamba_expand": 2,
-    "mamba_chunk_size": 16,
-    "chunk_size": 16,
-    "time_step_rank": 4,
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"), 4),
-    "linear_value_head_dim": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    **{"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 VISION_SIZES = {"depth": 2, "out_hidden_size": 64, "num_position_embeddings": 64, "patch_size": 8, "image_size": 32}
 LATENT = {"head_dim": 8, "num_key_value_heads": 4}

@@ -49,11 +49,10 @@ def corral(
     """Options that are no verb's."""
 
 
-@app.command(epilog=examples("corral train recipe.yaml", "corral train recipe.yaml algorithm.name=ppo --shrink 1"))
+@app.command(epilog=examples("corral train recipe.yaml", "corral train recipe.yaml algorithm.name=ppo"))
 def train(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    shrink: planning.Shrink = None,
     debug: planning.Debug = False,
     post_mortem: planning.PostMortem = False,
     insecure: planning.Insecure = False,
@@ -63,21 +62,52 @@ def train(
     loaded = planning.load_own_recipe(recipe, overrides or [])
     from corral.runtime.local_debugger import Debugging  # with torch: a mistake in the recipe does not wait for it
 
-    planning.train_recipe(loaded, shrink, Debugging(debug, post_mortem, insecure), resume_anyway)
+    planning.train_recipe(loaded, Debugging(debug, post_mortem, insecure), resume_anyway)
+
+
+@app.command(epilog=examples("corral rehearse recipe.yaml", "corral rehearse recipe.yaml --quick"))
+def rehearse(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One step in one process, on one device, in seconds; nothing is killed.")
+    ] = False,
+    on_cluster: Annotated[
+        bool,
+        typer.Option("--on-cluster", help="On the nodes of the Ray cluster that runs, instead of all on this machine."),
+    ] = False,
+    debug: planning.Debug = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run the recipe small on this machine before it costs anything: all its workers, roles, meshes and transfers, with
+    few narrow layers of its model. A worker is killed, and the run resumed on another mesh. Exits with 1 if any of it
+    failed."""
+    if on_cluster and quick:
+        raise UserError("--quick is one process, which needs no cluster: leave --on-cluster away")
+    if debug and not quick:
+        raise UserError("--debug belongs to --quick: workers of a whole rehearsal are processes of their own")
+    if as_json and quick:
+        raise UserError("--json belongs to a whole rehearsal; what --quick trains has its metrics in its run folder")
+    loaded = planning.load_own_recipe(recipe, overrides or [])
+    if not quick:
+        planning.rehearse_recipe(recipe, loaded, on_cluster, as_json)
+        return
+    from corral.runtime.local_debugger import Debugging
+
+    planning.rehearse_quickly(loaded, Debugging(debug))
 
 
 @app.command(epilog=examples("corral sft recipe.yaml data.train.path=chats.jsonl"))
 def sft(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    shrink: planning.Shrink = None,
     debug: planning.Debug = False,
     post_mortem: planning.PostMortem = False,
     insecure: planning.Insecure = False,
     resume_anyway: planning.ResumeAnyway = False,
 ) -> None:
     """Train on the answers of the recipe's rows: `corral train` with algorithm.name=sft."""
-    train(recipe, [*(overrides or []), "algorithm.name=sft"], shrink, debug, post_mortem, insecure, resume_anyway)
+    train(recipe, [*(overrides or []), "algorithm.name=sft"], debug, post_mortem, insecure, resume_anyway)
 
 
 @app.command(
@@ -90,7 +120,6 @@ def sft(
 def plan(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    shrink: planning.Shrink = None,
     as_json: AsJson = False,
     check: planning.Check = False,
     fit: planning.FitFlag = False,
@@ -100,11 +129,11 @@ def plan(
     if fit != (devices is not None):
         raise UserError("--fit and --devices go together, as in `corral plan recipe.yaml --fit --devices 8xh100-80`")
     if devices is not None:
-        if shrink is not None or check:
-            raise UserError("--fit goes with neither --shrink nor --check: add the settings that it finds first")
+        if check:
+            raise UserError("--fit does not go with --check: add the settings that it finds first")
         planning.print_fit(recipe, overrides or [], devices, as_json)
         return
-    planning.print_plan(planning.load_own_recipe(recipe, overrides or []), shrink, as_json, check)
+    planning.print_plan(planning.load_own_recipe(recipe, overrides or []), as_json, check)
 
 
 @app.command(epilog=examples("corral evaluate recipe.yaml --model runs/my-run/checkpoints/step_000040"))

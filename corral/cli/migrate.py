@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from corral.cli.planning import Debug, Insecure, PostMortem, ResumeAnyway, Shrink, print_plan, train_recipe
+from corral.cli.planning import Debug, Insecure, PostMortem, ResumeAnyway, print_plan, train_recipe
 from corral.recipe.errors import RecipeError, UserError
 
 if TYPE_CHECKING:
@@ -62,7 +62,6 @@ def migrate(
     allow_unsupported: Annotated[
         bool, typer.Option("--allow-unsupported", help="Plan or train without the keys that Corral lacks.")
     ] = False,
-    shrink: Shrink = None,
     debug: Debug = False,
     post_mortem: PostMortem = False,
     insecure: Insecure = False,
@@ -78,8 +77,8 @@ def migrate(
         raise UserError("--all and --strict belong to the report, which --plan and --train do not print")
     if as_json and train:
         raise UserError("--json belongs to the report and to --plan: --train has no output for programs")
-    if (allow_unsupported or shrink is not None) and not (plan or train):
-        raise UserError("--allow-unsupported and --shrink belong to --plan and --train")
+    if allow_unsupported and not (plan or train):
+        raise UserError("--allow-unsupported belongs to --plan and --train")
     if (debug or post_mortem or insecure or resume_anyway) and not train:
         raise UserError("--debug, --post-mortem, --insecure and --resume-anyway belong to --train")
     words = list(source or [])
@@ -102,11 +101,11 @@ def migrate(
         print_own(recipe, words, as_json)
         return
     if plan:
-        print_plan(recipe, shrink, as_json)
+        print_plan(recipe, as_json)
         return
     from corral.runtime.local_debugger import Debugging
 
-    train_recipe(recipe, shrink, Debugging(debug, post_mortem, insecure), resume_anyway)
+    train_recipe(recipe, Debugging(debug, post_mortem, insecure), resume_anyway)
 
 
 def read(

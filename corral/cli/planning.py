@@ -48,16 +48,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 
-Shrink = Annotated[
-    int | None,
-    typer.Option(
-        "--shrink",
-        min=1,
-        metavar="NODES",
-        help="One step of a tiny model on tiny data, on so many nodes, to see that it runs.",
-        show_default=False,
-    ),
-]
 Debug = Annotated[
     bool, typer.Option("--debug", help="All in this process, on one device: breakpoint() opens a debugger.")
 ]
@@ -105,21 +95,11 @@ def load_own_recipe(path: Path, overrides: Sequence[str]) -> "Recipe":
     return load_recipe(path, overrides)
 
 
-def shrunk(recipe: "Recipe", num_nodes: int | None) -> "Recipe":
-    from corral.loop.shrink import shrink
-
-    return recipe if num_nodes is None else shrink(recipe, num_nodes)
-
-
-def train_recipe(recipe: "Recipe", num_nodes: int | None, debugging: "Debugging", resume_anyway: bool = False) -> None:
-    """Trains the recipe, or with `num_nodes` a shrunk one."""
-    from corral.loop.shrink import prepare_index
+def train_recipe(recipe: "Recipe", debugging: "Debugging", resume_anyway: bool = False) -> None:
     from corral.loop.train import train
     from corral.observe.console import Console
 
-    loaded, plan = with_plan(debugging.adapt(shrunk(recipe, num_nodes)))
-    if num_nodes is not None:
-        prepare_index(loaded)
+    loaded, plan = with_plan(debugging.adapt(recipe))
     console = Console(live=not debugging.here)
     for warning in plan.warnings:
         console.warn(warning)
@@ -127,9 +107,9 @@ def train_recipe(recipe: "Recipe", num_nodes: int | None, debugging: "Debugging"
         train(loaded, plan, console, debugging, resume_anyway=resume_anyway)
 
 
-def print_plan(recipe: "Recipe", num_nodes: int | None, as_json: bool, check: bool = False) -> None:
+def print_plan(recipe: "Recipe", as_json: bool, check: bool = False) -> None:
     """`check`: also looks at trackers, disk and rows, and calls environment and reward once."""
-    loaded, plan = with_plan(shrunk(recipe, num_nodes))
+    loaded, plan = with_plan(recipe)
     services = describe_services(loaded)
     text = plan.text() if not services else "\n".join([plan.text(), "services", *(f"  {line}" for line in services)])
     if not as_json:
@@ -144,6 +124,32 @@ def print_plan(recipe: "Recipe", num_nodes: int | None, as_json: bool, check: bo
         print(json.dumps({**plan.as_dict(), "services": services} | ({"checked": checked} if check else {}), indent=2))
     elif check:
         print("\n".join(["checked", *(f"  {line}" for line in checked)]))
+
+
+def rehearse_quickly(recipe: "Recipe", debugging: "Debugging") -> None:
+    """Trains one step of the small recipe in this process."""
+    from corral.cluster.chaos import free_name
+    from corral.cluster.rehearsal_recipe import cut, prepare
+
+    runs = recipe.logging.folder
+    folder = runs / free_name(runs, f"{recipe.name}-rehearsal-files")
+    rehearsal = cut(recipe, folder)
+    prepare(rehearsal)
+    for what in rehearsal.replaced:
+        print(f"replaced: {what}")
+    train_recipe(rehearsal.recipe, debugging)
+
+
+def rehearse_recipe(path: Path, recipe: "Recipe", on_cluster: bool, as_json: bool) -> None:
+    from corral.cluster.rehearsal import rehearse
+
+    _, plan = with_plan(recipe)
+    for warning in plan.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    report = rehearse(plan, path, lambda line: print(line, file=sys.stderr, flush=True), on_cluster=on_cluster)
+    print(json.dumps(report.as_dict(), indent=2) if as_json else report.text())
+    if report.problems:
+        raise typer.Exit(1)
 
 
 def print_fit(path: Path, overrides: Sequence[str], devices: str, as_json: bool) -> None:

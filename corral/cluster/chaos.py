@@ -37,6 +37,8 @@ from corral.cluster.faults import (
 from corral.cluster.node_processes import NodeProcess, all_processes
 from corral.observe.run_files import write_atomically
 from corral.recipe.errors import RunError, UserError
+from corral.recipe.placement import runs_on_ray
+from corral.recipe.schema import Recipe
 from corral.runtime.membership import state_folder
 from corral.runtime.presence import present
 
@@ -56,15 +58,24 @@ KILL_S = 30.0
 ENDS_IN_A_ROW = 4
 """So many ends without a step in between, and without a fault, and the run is given up."""
 ENDLESS = 1_000_000
+TRAIN = (sys.executable, "-m", "corral.cli.main", "train")
 
 
 class ChaosRun:
-    """A run that faults hit. `command`: trains in `folder`, and goes on there when it is called again."""
+    """A run that faults hit. `command`: trains in `folder`, and goes on there when it is called again. `echo`: called
+    with each line of the run's console."""
 
     def __init__(
-        self, command: Sequence[str], folder: Path, options: ChaosOptions, reach: Reach, show: Callable[[str], None]
+        self,
+        command: Sequence[str],
+        folder: Path,
+        options: ChaosOptions,
+        reach: Reach,
+        show: Callable[[str], None],
+        echo: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.command, self.folder, self.options, self.reach, self.show = command, folder, options, reach, show
+        self.command, self.folder, self.options, self.reach = command, folder, options, reach
+        self.show, self.echo = show, echo
         self.report = ChaosReport(options, folder.name)
         self.began = time.monotonic()
         self.temporary = Path(tempfile.mkdtemp(prefix="chaos-"))
@@ -143,6 +154,7 @@ class ChaosRun:
         for line in self.child.stdout:
             lines.append((self.now(), line.decode(errors="replace").rstrip()))
             self.log.write(f"{lines[-1][0]:8.1f}  {lines[-1][1]}\n")
+            self.echo(lines[-1][1])
 
     def _note(self, text: str) -> None:
         self.log.write(f"{self.now():8.1f}  == {text}\n")
@@ -194,7 +206,7 @@ class ChaosRun:
         self.idle_ends += 1
 
     def _note_recoveries(self) -> None:
-        if self.schedule is None and self.step > 0:
+        if self.schedule is None and self.step >= self.options.after_step:
             self._make_schedule()
         if not self.pending or self.step <= min(fault.step for fault in self.pending) or self._is_ending():
             return
@@ -329,6 +341,22 @@ def last_step(metrics: Path) -> int:
     return 0
 
 
+def free_name(runs: Path, name: str) -> str:
+    """Returns the name, or the first one with a number behind it, that no run has or had."""
+    used = {one.run for one in present()}
+    names = (f"{name}{'' if number == 1 else f'-{number}'}" for number in itertools.count(1))
+    return next(name for name in names if name not in used and not (runs / name).exists())
+
+
+def running_cluster(recipe: Recipe) -> str | None:
+    """Address of the Ray cluster that runs already, and that the recipe would use."""
+    from corral.runtime.connection import find_cluster
+
+    if not runs_on_ray(recipe) or recipe.cluster.is_here:
+        return None
+    return find_cluster(None if recipe.cluster.address == "auto" else recipe.cluster.address)
+
+
 def chaos(
     recipe: Path, overrides: Sequence[str], options: ChaosOptions, show: Callable[[str], None], file: Path | None = None
 ) -> ChaosReport:
@@ -336,20 +364,13 @@ def chaos(
     `chaos.json` in that folder."""
     from corral.cluster.gcs import attached
     from corral.recipe.load import load_recipe
-    from corral.recipe.placement import runs_on_ray
-    from corral.runtime.connection import find_cluster
 
     loaded = load_recipe(recipe, overrides)
-    runs = loaded.logging.folder
-    names = (f"{loaded.name}-chaos{'' if number == 1 else f'-{number}'}" for number in itertools.count(1))
-    used = {one.run for one in present()}
-    name = next(name for name in names if name not in used and not (runs / name).exists())
+    runs, name = loaded.logging.folder, free_name(loaded.logging.folder, f"{loaded.name}-chaos")
     own = [f"name={name}", "checkpoint.resume=auto", f"schedule.steps={ENDLESS}"]
-    address = None if loaded.cluster.address == "auto" else loaded.cluster.address
-    cluster = find_cluster(address) if runs_on_ray(loaded) else None
-    if cluster is not None:
+    if (cluster := running_cluster(loaded)) is not None:
         own.append(f"cluster.address={cluster}")  # the child has a temporary folder of its own, where Ray would look
-    command = [sys.executable, "-m", "corral.cli.main", "train", str(recipe), *overrides, *own]
+    command = [*TRAIN, str(recipe), *overrides, *own]
     with nullcontext() if cluster is None else attached(cluster):
         report = ChaosRun(command, runs / name, options, Reach(cluster is not None), show).run()
     write_atomically(file or runs / name / "chaos.json", json.dumps(report.as_dict(), indent=2) + "\n")

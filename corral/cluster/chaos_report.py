@@ -21,6 +21,8 @@ class ChaosOptions:
     interval_s: float
     recover_timeout_s: float
     max_silence_s: float
+    after_step: int = 1
+    """No fault comes before this step was made."""
 
 
 @dataclass
@@ -128,8 +130,9 @@ def audit_folder(folder: Path) -> tuple[list[str], list[str]]:
         problems += [f"{path}: {problem}" for problem in audit.problems]
         problems += [f"{path}: prompts {list(audit.gaps)} were lost"] if audit.gaps else []
         dropped = sum(audit.dropped.values())
+        name = "ledger" if path.parent == folder else f"ledger of attempt {path.parent.name}"
         facts.append(
-            f"ledger: {audit.issued} prompts issued ({audit.reissued} times again), {audit.trained} trained, {dropped} "
+            f"{name}: {audit.issued} prompts issued ({audit.reissued} times again), {audit.trained} trained, {dropped} "
             f"dropped, {audit.open} open"
         )
         if path.parent == folder:

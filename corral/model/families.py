@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from corral.model.builtin_models import BLANK_VISION, BUILTIN_MODELS
-from corral.recipe.errors import UserError
+from corral.recipe.errors import RecipeError, UserError
 from corral.recipe.plan import Plan, make_plan
-from corral.recipe.schema import Model, Recipe
+from corral.recipe.schema import Model, Parallel, Recipe
 from corral.recipe.shape import ModelShape
 
 
@@ -172,7 +172,28 @@ def checked_plan(recipe: Recipe, device: str | None = None) -> Plan:
     if path is not None and path.kind == "general":
         used = {name for mesh in plan.meshes.values() for name, size in asdict(mesh).items() if size > 1}
         check_parallel(recipe.model.path, used, path.reads_images)
+    elif shape is not None:
+        check_divides(plan.recipe.train.parallel, shape)
     return plan
+
+
+def check_divides(parallel: Parallel, shape: ModelShape) -> None:
+    """Raises if the model cannot be cut into so many parts."""
+    counts = [
+        ("tensor", shape.num_heads, "attention heads"),
+        ("tensor", shape.num_kv_heads, "key and value heads"),
+        ("tensor", shape.intermediate_size, "numbers between the matrices of an MLP"),
+        ("expert", shape.num_experts, "experts"),
+    ]
+    problems = [
+        f"`train.parallel.{name}: {size}` does not divide the model's {number} {what}"
+        for name, number, what in counts
+        if number % (size := getattr(parallel, name))
+    ]
+    if parallel.expert > 1 and not shape.num_experts:
+        problems.append(f"`train.parallel.expert: {parallel.expert}`: the model has no experts")
+    if problems:
+        raise RecipeError(problems)
 
 
 GENERAL_CANNOT = ("context", "expert", "pipeline", "tensor")

@@ -388,7 +388,8 @@ def describe_cluster(plan: Plan) -> list[str]:
     runtime, address = "this process", plan.recipe.cluster.address
     if runs_on_ray(plan.recipe):
         known = "the cluster that runs on this machine, else one that is started for the run"
-        runtime = f"Ray, {known if address == 'auto' else f'at {address}'}"
+        known = "all nodes on this machine" if plan.recipe.cluster.is_here else known
+        runtime = f"Ray, {known if address in ('auto', 'here') else f'at {address}'}"
     lines = [f"weights  {weights}", f"runtime  {runtime}"]
     if plan.mesh_reason is not None:
         lines.append(f"mesh     {plan.mesh_reason}")

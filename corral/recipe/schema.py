@@ -777,6 +777,10 @@ class Service(Section):
     """Seconds in which the program has to become ready."""
 
 
+HERE = "here"
+"""A `cluster.address`."""
+
+
 class Cluster(Section):
     """With this section a recipe runs on a Ray cluster, without it in one process."""
 
@@ -784,7 +788,8 @@ class Cluster(Section):
     """auto: ray where the recipe has a `cluster` section. local: in this process, on one device."""
     address: str = "auto"
     """Address of the Ray cluster, `10.0.0.1:6379`. auto: the one that runs on this machine, else one is started for the
-    run."""
+    run. here: all nodes are started on this machine for the run, whatever devices it has; see
+    [rehearsals](clusters.md#rehearsals)."""
     nodes: PositiveInt = 1
     """Number of machines."""
     devices_per_node: PositiveInt = 1
@@ -816,6 +821,11 @@ class Cluster(Section):
     worker_timeout_s: PositiveFloat = 300.0
     """A worker that shows no sign of life for so many seconds is killed and replaced as one that died. To compute is a
     sign of life, however long it takes."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this machine stands for all nodes."""
+        return self.address == HERE
 
     @property
     def num_service_devices(self) -> int:

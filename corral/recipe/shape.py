@@ -89,8 +89,7 @@ class ModelShape:
             return BLANK_1M
         if path.lower() == "blank-vision-1m":
             return BLANK_VISION_1M
-        written = Path(path).expanduser()
-        folder = written if written.is_dir() else _cached_folder(path)
+        folder = model_folder(path)
         if folder is None:
             raise UnknownShape(
                 f"{path} is not on this machine, and a plan downloads nothing; `model.path` may be a folder with its "
@@ -284,12 +283,15 @@ BLANK_1M = ModelShape(
 BLANK_VISION_1M = replace(BLANK_1M, num_layers=3, vocab_size=263, qkv_bias=True, vision_parameters=213_000)
 
 
-def _cached_folder(name: str) -> Path | None:
-    """Folder of a hub name's configuration in the hub's cache."""
+def model_folder(path: str) -> Path | None:
+    """The folder that a recipe names, or that of a hub name's configuration in the hub's cache; None where neither is
+    on this machine."""
     from huggingface_hub import try_to_load_from_cache
 
+    if (written := Path(path).expanduser()).is_dir():
+        return written
     try:
-        file = try_to_load_from_cache(name, "config.json")
+        file = try_to_load_from_cache(path, "config.json")
     except ValueError:  # not a name that a hub could have
         return None
     return Path(file).parent if isinstance(file, str) else None

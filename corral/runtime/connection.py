@@ -21,7 +21,7 @@ from corral.recipe.errors import RunError, UserError, first_line
 from corral.recipe.schema import Cluster
 from corral.runtime.membership import find_membership, state_folder
 from corral.runtime.network import answers
-from corral.runtime.nodes import WORKER_SLOT, workers_per_gpu
+from corral.runtime.nodes import SHARED_GPUS, WORKER_SLOT
 from corral.runtime.token import reload_token, use_token_of
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,10 @@ CLOSED = {
 """Ray's metrics servers need no token, so they are off. With port -1 a server logs that it cannot listen."""
 ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Ray takes 127.0.0.1 for the machine's real address otherwise, and listens on all networks."""
+MORE_NODES: list[Any] = []
+"""Nodes that this process has started beside the first one (`cluster.address: here`)."""
+STORE_BYTES = 256 << 20
+"""Object store of each of them."""
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 HOW_TO_START = "start one with `corral up` on each node, then this command on one of them"
 
@@ -56,15 +60,15 @@ def connect(cluster: Cluster) -> None:
         if not answers(address):
             raise RunError(f"Ray's head node, {address}, does not answer, and without it there is no cluster")
         return
-    found = find_cluster(None if cluster.address == "auto" else cluster.address)
+    found = None if cluster.is_here else find_cluster(None if cluster.address == "auto" else cluster.address)
     if found is not None and answers(found):
         join(found)
         return
-    if cluster.address != "auto":
+    if not cluster.is_here and cluster.address != "auto":
         raise UserError(f"`cluster.address`: there is no Ray cluster at {found}; {HOW_TO_START}")
     if found is not None and found == os.environ.get("RAY_ADDRESS") != "local":  # `local` asks Ray to start one
         raise UserError(f"RAY_ADDRESS: there is no Ray cluster at {found}; unset it, or {HOW_TO_START}")
-    if cluster.nodes > 1:
+    if cluster.nodes > 1 and not cluster.is_here:
         lack = f"`cluster.nodes` is {cluster.nodes}, and this machine is not part of a Ray cluster"
         raise UserError(f"{lack}; {HOW_TO_START}")
     with quietly():
@@ -132,22 +136,50 @@ def start_here(cluster: Cluster) -> None:
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
         reload_token()
-    gpus, folder = torch.cuda.device_count() * workers_per_gpu(os.environ), make_ray_folder()
+    gpus, folder = torch.cuda.device_count(), make_ray_folder()
+    if gpus and cluster.is_here:
+        os.environ[SHARED_GPUS], gpus = str(gpus), cluster.devices_per_node
+    devices: dict[str, Any] = {"num_gpus": gpus}
+    devices |= {"resources": None if gpus else {WORKER_SLOT: cluster.devices_per_node}}
     with loopback(), without_monitors():
         try:
             ray.init(
                 address="local",
-                num_gpus=gpus,
-                resources=None if gpus else {WORKER_SLOT: cluster.devices_per_node},
+                **devices,
                 include_dashboard=False,
                 _node_ip_address="127.0.0.1",
                 _temp_dir=str(folder),
                 _system_config=dict(RAY_SETTINGS),  # Ray writes its folder into it
                 **QUIET,
             )
+            if cluster.is_here:
+                start_more_nodes(cluster.nodes - 1, devices)
         except Exception as error:  # Ray has no class of its own for this
+            end_more_nodes()
             shutil.rmtree(folder, ignore_errors=True)
             raise RunError(f"Ray could not be started on this machine: {first_line(error)}") from error
+
+
+def start_more_nodes(number: int, devices: dict[str, Any]) -> None:
+    """Starts nodes beside the first one, on loopback addresses of their own. They end with this process."""
+    from ray._private.node import Node
+
+    first = ray._private.worker._global_node
+    for address in (f"127.0.0.{2 + place}" for place in range(number)):
+        parameters = ray._private.parameter.RayParams(
+            gcs_address=first.gcs_address,
+            node_ip_address=address,
+            object_store_memory=STORE_BYTES,
+            num_cpus=1,
+            include_dashboard=False,
+            **devices,
+        )
+        MORE_NODES.append(Node(parameters, head=False, shutdown_at_exit=False, spawn_reaper=False))
+
+
+def end_more_nodes() -> None:
+    while MORE_NODES:
+        MORE_NODES.pop().kill_all_processes(check_alive=False, allow_graceful=True)
 
 
 @contextmanager
@@ -193,6 +225,7 @@ def disconnect() -> None:
     """Leaves the cluster, or ends the one that this process has started, of which nothing stays."""
     node = ray._private.worker._global_node
     folder = Path(node.get_temp_dir_path()) if node.head else None
+    end_more_nodes()
     ray.shutdown()
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)

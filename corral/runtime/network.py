@@ -9,8 +9,11 @@ import fcntl
 import ipaddress
 import socket
 import struct
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
+
+from corral.recipe.errors import UserError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -21,6 +24,22 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 def variables_of_interface(interface: str) -> dict[str, str]:
     """Variables with which gloo and NCCL use an interface. NCCL takes a bare name for the beginning of one."""
     return dict(zip(INTERFACE_VARIABLES, (interface, f"={interface}"), strict=True))
+
+
+def check_interfaces(environment: Mapping[str, str]) -> None:
+    """Raises UserError where gloo or NCCL is told to use an interface that this machine does not have."""
+    own = [name for _, name in socket.if_nameindex()]
+    for variable in INTERFACE_VARIABLES:
+        written = environment.get(variable, "")
+        if not written or written.startswith("^"):  # all but these
+            continue
+        prefixes_count = variable == INTERFACE_VARIABLES[1] and not written.startswith("=")
+        for wanted in (one.partition(":")[0] for one in written.removeprefix("=").split(",")):
+            if not any(name.startswith(wanted) if prefixes_count else name == wanted for name in own):
+                raise UserError(
+                    f"{variable}={written}: {socket.gethostname()} has no network interface of that name, but "
+                    f"{', '.join(own)}. Without the variable Corral takes the one that leads to the other nodes"
+                )
 
 
 SIOCGIFADDR = 0x8915

@@ -399,22 +399,16 @@ def devices_table(resource: str) -> str:
 
 NOT_SET_BY_RAY = "RAY_EXPERIMENTAL_NOSET_"
 """Beginning of a variable that makes Ray leave another one as it is."""
-WORKERS_PER_GPU = "CORRAL_WORKERS_PER_GPU"
-"""Environment variable: number of workers that share each GPU. Ray has so many times as many GPUs then."""
-
-
-def workers_per_gpu(environment: Mapping[str, str]) -> int:
-    written = environment.get(WORKERS_PER_GPU, "1")
-    if not written.isdecimal() or int(written) < 1:
-        raise UserError(f"{WORKERS_PER_GPU}: {written} is not the number of workers that share a GPU")
-    return int(written)
+SHARED_GPUS = "CORRAL_SHARED_GPUS"
+"""Environment variable of a run whose nodes are all on this machine: the number of its GPUs, which workers share. Ray
+has as many GPUs as the recipe then."""
 
 
 def gpu_variables_of_ray(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns variables with which Ray shows an actor its own GPUs and no others, also where the nodes' environment
     tells it not to; or, where workers share a GPU, all of them, among which the actor chooses (`shared_gpu`)."""
-    if workers_per_gpu(environment) > 1:
-        return {WORKERS_PER_GPU: environment[WORKERS_PER_GPU], f"{NOT_SET_BY_RAY}CUDA_VISIBLE_DEVICES": "1"}
+    if SHARED_GPUS in environment:
+        return {SHARED_GPUS: environment[SHARED_GPUS], f"{NOT_SET_BY_RAY}CUDA_VISIBLE_DEVICES": "1"}
     return {f"{NOT_SET_BY_RAY}{name}": "" for name in SET_BY_RAY}
 
 

@@ -25,7 +25,7 @@ from corral.recipe.errors import RunError, UserError, first_line
 from corral.recipe.placement import format_devices
 from corral.runtime.group import CallTimeout, Group, RoleT, WorkerLost, gather_calls
 from corral.runtime.node_relay import MissingAnswer
-from corral.runtime.nodes import EXIT_WAIT_S, Node, workers_per_gpu
+from corral.runtime.nodes import EXIT_WAIT_S, SHARED_GPUS, Node
 from corral.runtime.presence import announce
 from corral.runtime.remote_debugger import WorkerDebugger
 from corral.runtime.worker import Worker
@@ -128,15 +128,14 @@ class DeviceProcess:
 
 
 def shared_gpu(numbers: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns variables of a worker whose GPU others have, too (`CORRAL_WORKERS_PER_GPU`). `numbers`: of its GPUs, of
-    which Ray counts several for each that there is."""
-    shared = workers_per_gpu(environment)
-    if shared == 1 or not numbers:
+    """Returns variables of a worker whose GPU others have, too (`cluster.address: here`). `numbers`: of its GPUs, of
+    which Ray counts as many as the recipe has."""
+    if SHARED_GPUS not in environment or not numbers:
         return {}
     return {
-        "CUDA_VISIBLE_DEVICES": str(int(numbers[0]) // shared),
+        "CUDA_VISIBLE_DEVICES": str(int(numbers[0]) % int(environment[SHARED_GPUS])),
         # NCCL refuses two ranks with one host and GPU. Ranks of different hosts talk over the network, here loopback.
-        "NCCL_HOSTID": f"{os.uname().nodename}-{numbers[0]}",
+        "NCCL_HOSTID": f"{os.uname().nodename}-{os.getpid()}",
         "NCCL_IB_DISABLE": "1",
         "NCCL_MNNVL_ENABLE": "0",
         "NCCL_NVLS_ENABLE": "0",

@@ -422,9 +422,9 @@ class RayRuntime(Runtime):
                 where = bundles[node.id]
                 devices = self._devices(self.cluster.num_service_devices)
             agent = remote_class(NodeAgent, where, max_restarts=-1, max_concurrency=AGENT_THREADS, **devices)
-            node.agent = agent.remote(
-                head["NodeManagerAddress"], marker, self.token, self.cluster.services, own_folder()
-            )
+            # One machine that stands for all nodes has each port once.
+            services = {} if self.cluster.is_here and node.rank else self.cluster.services
+            node.agent = agent.remote(head["NodeManagerAddress"], marker, self.token, services, own_folder())
             node.gone = asyncio.wrap_future(node.lost)
             self.actors.append(node.agent)
             if sum(len(one.devices) for one in self.nodes) >= ray_group.RELAYED_FROM:

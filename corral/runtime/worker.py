@@ -7,6 +7,7 @@ none.
 
 import asyncio
 import importlib
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -25,7 +26,7 @@ from corral.model.model_loading import default_device
 from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import Environment, Recipe
 from corral.rewards.scorer_pool import ScorerPools
-from corral.runtime.network import open_store
+from corral.runtime.network import check_interfaces, open_store
 from corral.runtime.worker_heartbeat import WorkerHeartbeat
 from corral.training.checkpoint import problem_with
 from corral.training.replicas import Replicas, connect, set_nccl_variables
@@ -105,6 +106,7 @@ class Worker:
         """Makes the world of torch.distributed of those workers of this set that hold one copy of its models; returns
         when all of them are connected."""
         context, timeout = self.context, timedelta(seconds=self.context.timeout_s)
+        check_interfaces(os.environ)
         store, (_, rank) = self._store(rendezvous), shape.place_in_copies(context.rank)
         backend = "nccl" if context.device.type == "cuda" else "gloo"
         set_nccl_variables()

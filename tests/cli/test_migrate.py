@@ -47,7 +47,7 @@ def refused(folder: Path, *words: str) -> str:
 
 def trains_a_step(folder: Path) -> None:
     """The migrated recipe, in one process."""
-    trained = corral(folder, "train", "recipe.yaml", "--shrink", "1")
+    trained = corral(folder, "rehearse", "recipe.yaml", "--quick")
     assert trained.code == 0, trained.stderr
     assert "step 1/1" in trained.stdout
 
@@ -341,7 +341,7 @@ def test_options_for_other_systems_are_refused_with_a_recipe(tmp_path: Path, opt
         (("--strict", "--plan"), "--all and --strict belong to the report"),
         (("--strict", "--train"), "--all and --strict belong to the report"),
         (("--json", "--train"), "--json belongs to the report and to --plan"),
-        (("--shrink", "1"), "--allow-unsupported and --shrink belong to --plan and --train"),
+        (("--allow-unsupported",), "--allow-unsupported belongs to --plan and --train"),
         (("--plan", "--debug"), "--debug, --post-mortem, --insecure and --resume-anyway belong to --train"),
     ],
 )

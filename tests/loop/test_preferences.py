@@ -13,8 +13,8 @@ from runs import rows_here, rows_of
 from tiny import CHARACTERS, TEMPLATE, save_tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
+from corral.cluster.rehearsal_recipe import cut, prepare
 from corral.data.batch import Pack
-from corral.loop.shrink import shrink
 from corral.loop.train import train
 from corral.observe.console import Console
 from corral.observe.ledger import Ledger
@@ -241,10 +241,14 @@ def test_a_loss_of_a_user_compares_pairs(recipe: Path) -> None:
     assert column(rows, "policy/loss")[-1] < 0.9
 
 
-def test_a_shrunk_recipe_trains(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_rehearsed_in_one_process(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(recipe.parent)
     held_out = f"data.validation.path={recipe.parent}/rows.jsonl"
-    rows = rows_here(shrink(load_recipe(recipe, [held_out, "batch.updates_per_step=4"])))
+    rehearsal = cut(
+        load_recipe(recipe, [held_out, "batch.updates_per_step=4"]), recipe.parent / "small", one_process=True
+    )
+    prepare(rehearsal)
+    rows = rows_here(rehearsal.recipe)
     assert column(rows, "samples/trajectories") == [8]
     assert len(column(rows, "validation/accuracy")) == 1
 

@@ -234,7 +234,7 @@ def test_trajectories_show_which_tokens_were_trained_on(recipe: Path) -> None:
         assert tiny_tokenizer().decode(tokens) == "".join(f"{text}<|end|>" for text in said)
 
 
-def test_a_shrunk_recipe_trains(recipe: Path) -> None:
-    finished = corral(recipe.parent, "sft", str(recipe), "--shrink", "1")
+def test_it_is_rehearsed_in_one_process(recipe: Path) -> None:
+    finished = corral(recipe.parent, "rehearse", str(recipe), "algorithm.name=sft", "--quick")
     assert finished.code == 0, finished.stdout + finished.stderr
     assert "step 1/1" in finished.stdout

@@ -6,7 +6,7 @@ import pytest
 from foreign import read
 from golden_migrations import GOLDEN
 
-from corral.loop.shrink import shrink
+from corral.cluster.rehearsal_recipe import cut
 from corral.migrate.config_sources import migrate_file, table_of
 from corral.migrate.migration import Migration, recipe_text
 from corral.recipe.load import load_recipe
@@ -58,7 +58,7 @@ def test_a_named_engine_stays_and_corrects_nothing_that_was_not_corrected(
     assert recipe.rollout.engine.name == engine
     algorithm = resolve_algorithm(recipe)
     assert (algorithm.correction.name, algorithm.old_logprobs) == ("none", "recompute")
-    small = shrink(recipe)
+    small = cut(recipe, tmp_path).recipe
     make_plan(small)
     assert small.rollout.engine.name == "native"
     assert resolve_algorithm(small).correction.name == "none"

@@ -18,10 +18,11 @@ from tiny_families import (
 )
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from corral.model.families import ENCODERS, FAMILIES, FAST_TYPES, check_length, choose_path, find_path
+from corral.model.families import ENCODERS, FAMILIES, FAST_TYPES, check_length, checked_plan, choose_path, find_path
 from corral.model.model_check import check_model
 from corral.model.model_loading import load_model
-from corral.recipe.errors import UserError
+from corral.recipe.errors import RecipeError, UserError
+from corral.recipe.load import load_recipe
 from corral.recipe.schema import Model
 from corral.rollout.general_core import cache_is_right
 from corral.rollout.native_engine import NativeEngine
@@ -185,3 +186,22 @@ def test_a_model_whose_tokens_see_what_is_behind_them_is_refused() -> None:
         layer.attention.self.is_causal = False
     with pytest.raises(UserError, match="not a causal model"):
         check_model(model)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "problem"),
+    [
+        ("tensor: 2", "`train.parallel.tensor: 2` does not divide the model's 9 attention heads"),
+        ("tensor: 3, expert: 2", "`train.parallel.expert: 2`: the model has no experts"),
+    ],
+)
+def test_a_mesh_that_does_not_divide_the_model_is_refused_before_it_is_loaded(
+    tmp_path: Path, parallel: str, problem: str
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(
+        f"name: one\nmodel: {{path: SmolLM2-135M-Instruct}}\ndata: {{train: {{path: arithmetic}}}}\n"
+        f"cluster: {{devices_per_node: 6}}\ntrain: {{parallel: {{{parallel}}}}}\nschedule: {{steps: 1}}\n"
+    )
+    with pytest.raises(RecipeError) as error:
+        checked_plan(load_recipe(tmp_path / "recipe.yaml"))
+    assert problem in str(error.value)

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from corral.recipe.errors import RunError
+from corral.recipe.errors import RunError, UserError
 from corral.recipe.placement import parse_placement
-from corral.runtime.network import interface_towards
+from corral.runtime.network import check_interfaces, interface_towards
 from corral.runtime.nodes import HEAD_RESOURCE, Node, number_nodes, restrict_placement
 
 
@@ -83,6 +83,19 @@ def test_devices_that_nobody_uses_are_left_alone() -> None:
 
 def test_loopback_is_chosen_for_what_is_on_this_machine_only() -> None:
     assert interface_towards("127.0.0.1") == "lo"
+
+
+@pytest.mark.parametrize("written", ["eth77", "=l", "lo,eth77"])
+def test_an_interface_that_is_not_there_is_named(written: str) -> None:
+    with pytest.raises(UserError, match=f"NCCL_SOCKET_IFNAME={written}: .* no network interface .* but lo"):
+        check_interfaces({"NCCL_SOCKET_IFNAME": written})
+
+
+def test_interfaces_may_be_named_as_gloo_and_nccl_take_them() -> None:
+    for written in ("lo", "=lo", "l", "^eth77", "lo:4000"):
+        check_interfaces({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": written})
+    with pytest.raises(UserError, match="GLOO_SOCKET_IFNAME=l: "):
+        check_interfaces({"GLOO_SOCKET_IFNAME": "l"})
 
 
 def test_an_address_that_nothing_leads_to_gives_no_interface(monkeypatch: pytest.MonkeyPatch) -> None:
