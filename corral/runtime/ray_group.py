@@ -24,6 +24,7 @@ from corral.child_process import describe_exit
 from corral.recipe.errors import RunError, UserError, first_line
 from corral.recipe.placement import format_devices
 from corral.runtime.group import CallTimeout, Group, RoleT, WorkerLost, gather_calls
+from corral.runtime.membership import state_folder
 from corral.runtime.node_relay import MissingAnswer
 from corral.runtime.nodes import EXIT_WAIT_S, SHARED_GPUS, Node
 from corral.runtime.presence import announce
@@ -99,6 +100,8 @@ class DeviceProcess:
             os.chdir(setup.folder)
         for name, value in setup.environment.items():
             os.environ.setdefault(name, value)
+        # A home folder may be on a network, where processes of many nodes would compile the same kernels at once.
+        os.environ.setdefault("TRITON_CACHE_DIR", str(state_folder() / "triton"))
         os.environ.update(setup.chosen)
         os.environ.update(shared_gpu([str(number) for number in ray.get_gpu_ids()], os.environ))
         announce("worker", setup.run, setup.device, setup.roles, setup.run_folder)

@@ -244,9 +244,7 @@ def test_a_loss_of_a_user_compares_pairs(recipe: Path) -> None:
 def test_it_is_rehearsed_in_one_process(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(recipe.parent)
     held_out = f"data.validation.path={recipe.parent}/rows.jsonl"
-    rehearsal = cut(
-        load_recipe(recipe, [held_out, "batch.updates_per_step=4"]), recipe.parent / "small", one_process=True
-    )
+    rehearsal = cut(load_recipe(recipe, [held_out, "batch.updates_per_step=4"]), recipe.parent / "small")
     prepare(rehearsal)
     rows = rows_here(rehearsal.recipe)
     assert column(rows, "samples/trajectories") == [8]

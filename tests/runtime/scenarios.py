@@ -58,6 +58,9 @@ class FakeRole(Role):
     def interface(self) -> str | None:
         return os.environ.get("GLOO_SOCKET_IFNAME")
 
+    def triton_cache(self) -> str | None:
+        return os.environ.get("TRITON_CACHE_DIR")
+
     def fail(self, kind: str) -> None:
         print("about to fail", flush=True)
         raise {"user": UserError, "run": RunError, "disk": TimeoutError, "other": ValueError}[kind]("the reason")
@@ -307,6 +310,7 @@ async def started_here(logs: str) -> dict[str, Any]:
             "two_nodes": two,
             "started_s": time.monotonic() - began,
             "all_reduce": await runtime.groups["actor"].all(FakeRole.all_reduce),
+            "caches": await runtime.groups["actor"].all(FakeRole.triton_cache),
             "interfaces": await runtime.groups["actor"].all(FakeRole.interface),
             "listening": subprocess.check_output(["ss", "-ltnpH"], text=True).splitlines(),
             "processes": subprocess.check_output(["ps", "-eo", "args"], text=True).splitlines(),

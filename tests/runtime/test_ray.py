@@ -1,5 +1,6 @@
 """Workers on a Ray cluster of two hosts whose own names are loopback addresses, and on one without a cluster."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,6 +181,7 @@ def test_ray_is_started_for_the_run_where_there_is_none(lab: Lab, logs: Path) ->
     assert "this machine is not part of a Ray cluster; start one with `corral up`" in seen["two_nodes"]
     assert seen["all_reduce"] == [3.0] * 2
     assert seen["interfaces"] == ["lo"] * 2
+    assert seen["caches"] == [f"/tmp/corral-{os.getuid()}/triton"] * 2
     assert any("ray::DeviceProc" in line for line in seen["listening"])  # torch's rendezvous
     assert all("127.0.0.1]:" in line or "127.0.0.1:" in line for line in seen["listening"])
     named = [line.split()[0] for line in seen["processes"] if line.startswith("ray::")]

@@ -228,6 +228,8 @@ def test_devices_of_a_service_are_reserved_beside_those_of_the_workers(tmp_path:
     import ray
     from scenarios import running
 
+    from corral.runtime.connection import quietly
+
     service = {"command": [sys.executable, "-c", SERVER, str(port)], "port": port, "devices": 1}
     resource = "GPU" if gpus else "corral_device"
 
@@ -242,7 +244,8 @@ def test_devices_of_a_service_are_reserved_beside_those_of_the_workers(tmp_path:
                 "free": ray.available_resources().get(resource, 0),
             }
 
-    ray.init(num_cpus=2, num_gpus=gpus, resources={} if gpus else {resource: 3}, include_dashboard=False)
+    with quietly():
+        ray.init(num_cpus=2, num_gpus=gpus, resources={} if gpus else {resource: 3}, include_dashboard=False)
     try:
         seen = asyncio.run(observe())
     finally:

@@ -434,7 +434,10 @@ def test_every_node_of_trainers_sends_half_and_at_the_same_time(tmp_path: Path) 
 @pytest.mark.slow
 def test_weights_go_through_the_object_store() -> None:
     ray = pytest.importorskip("ray")
-    ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=100_000_000)
+    from corral.runtime.connection import quietly
+
+    with quietly():
+        ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=100_000_000)
     try:
         weights = odd_weights()
         channel = ObjectChannel(CPU, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET)

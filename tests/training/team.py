@@ -49,16 +49,18 @@ class Team:
     def __init__(self, size: int, has_world: bool = True) -> None:
         """`has_world`: whether all of them are one world of torch.distributed."""
         context = multiprocessing.get_context("fork" if DEVICE_NAME is None else "spawn")
-        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if has_world else None
         self.pipes, self.processes, self.num_runs = [], [], 0
         for rank in range(size):
             ours, theirs = context.Pipe()
-            arguments = (theirs, self.store.port if self.store is not None else None, rank, size)
-            process = context.Process(target=serve, args=arguments, daemon=True)
+            process = context.Process(target=serve, args=(theirs, has_world, rank, size), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
+        if has_world:  # a store of ours would be in the forks, too, and end when one of them frees it
+            port = self.pipes[0].recv()
+            for pipe in self.pipes[1:]:
+                pipe.send(port)
 
     def run(self, function: Callable[..., Any], *arguments: Any, dying: Collection[int] = ()) -> list[Any]:
         """Returns what each of them returned; None for those of which it is expected that they die."""
@@ -100,7 +102,7 @@ class Failure:
         self.text = text
 
 
-def serve(pipe: Connection, store_port: int | None, rank: int, size: int) -> None:
+def serve(pipe: Connection, has_world: bool, rank: int, size: int) -> None:
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1, sys.__stderr__)
     os.environ["RANK"] = str(rank)
@@ -108,9 +110,12 @@ def serve(pipe: Connection, store_port: int | None, rank: int, size: int) -> Non
         os.environ |= HOSTS_OF_THEIR_OWN | {"NCCL_HOSTID": f"host of rank {rank}"}
         set_nccl_variables()
         torch.cuda.set_device(DEVICE)
-    if store_port is not None:
+    if has_world:
         backend = "nccl" if DEVICE.type == "cuda" else "gloo"
-        store = dist.TCPStore("localhost", store_port, is_master=False)
+        port = pipe.recv() if rank else 0
+        store = dist.TCPStore("localhost", port, is_master=rank == 0, wait_for_workers=False)
+        if rank == 0:
+            pipe.send(store.port)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     while True:
         try:
