@@ -226,7 +226,9 @@ def test_a_job_that_is_stopped_saves_and_says_so(project: Project, stopped: Stop
 def test_a_resumed_job_goes_on_when_its_terminal_is_closed(project: Project, stopped: Stopped) -> None:
     faster = (f"schedule.steps={stopped.step + 4}", "--resume", "--resume-anyway")  # without SLOWLY's option
     submit = ("submit", "recipe.yaml", "name=long", *faster)
+    ours = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under `nohup` ignore it, and so would the command
     process = project.begin(*submit)
+    signal.signal(signal.SIGHUP, ours)
     wait_until(lambda: project.num_running() == 1, WAIT_S, pause_s=0.2)
     project.signal(signal.SIGHUP, *submit)
     assert process.wait(timeout=within(WAIT_S)) != 0
