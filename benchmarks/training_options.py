@@ -3,16 +3,19 @@ is learned with them.
 
     python benchmarks/training_options.py memory [--model qwen2.5-7b] [--options plain,offload-optimizer]
     python benchmarks/training_options.py checkpoint [--model qwen2.5-7b] [--write]
+    python benchmarks/training_options.py checkpoint --model qwen2-1.5b --ranks 4
     python benchmarks/training_options.py learn [--steps 20] [KEY=VALUE ...]
 
 `memory` makes updates of three micro-batches with random weights of a shape, each set of options in its own process.
 `checkpoint` copies the states of a model beside the work of the next step, and with `--write` writes and hashes the
-files, too. `learn` trains the quickstart with each option.
+files, too; with `--ranks` the model is sharded over processes that share the device, and what counts is how long they
+wait. `learn` trains the quickstart with each option.
 """
 
 import argparse
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from common import HERE, RESULTS, temporary_folder
 
 from corral.bench.benchmark_models import SHAPES, model_folder, save_random_model
@@ -31,12 +35,14 @@ from corral.bench.workloads import TrainWork
 from corral.model.model_loading import load_model
 from corral.observe.run_files import read_metrics
 from corral.recipe.memory import estimate_memory
+from corral.recipe.mesh import MeshShape
 from corral.recipe.placement import resolve_placement
 from corral.recipe.presets import resolve_algorithm
 from corral.recipe.schema import Recipe
 from corral.recipe.shape import ModelShape
 from corral.training.checkpoint import list_files, size_and_hash, writing_checkpoint
 from corral.training.native_trainer import NativePolicyTrainer
+from corral.training.process_mesh import ProcessMesh
 from corral.training.tensor_files import DeferredWrites
 
 GIB = 2**30
@@ -72,15 +78,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--at-once", type=int, default=1, help="runs of `learn` at the same time")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--state-dtype", default="float32")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--only", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*")
     asked = parser.parse_intermixed_args()
-    if asked.only:
+    if asked.rank:
+        print(json.dumps(save_on_rank(asked, *asked.rank.split(","))))
+    elif asked.only:
         print(json.dumps(measure_memory(asked, asked.only)))
     elif asked.verb == "memory":
         compare_memory(asked)
+    elif asked.verb == "checkpoint" and asked.ranks > 1:
+        measure_sharded_checkpoint(asked)
     elif asked.verb == "checkpoint":
         measure_checkpoint(asked)
     else:
@@ -194,6 +206,60 @@ def measure_checkpoint(asked: argparse.Namespace) -> None:
     report.add("checkpoint", f"{asked.model}, moments in {asked.state_dtype}", ["", ""], rows, numbers)
 
 
+def measure_sharded_checkpoint(asked: argparse.Namespace) -> None:
+    prepare(asked.model)
+    with socket.socket() as free, temporary_folder() as folder:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        commands = [[sys.executable, *sys.argv, "--rank", f"{rank},{port},{folder}"] for rank in range(asked.ranks)]
+        ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
+        said = [process.communicate()[0] for process in ranks]
+    if any(process.returncode for process in ranks):
+        sys.exit("a rank failed")
+    measured = [json.loads(text.splitlines()[-1]) for text in said]
+    numbers = {name: max(one[name] for one in measured) for name in measured[0]}
+    numbers["bytes"] = sum(one["bytes"] for one in measured)
+    rows = [["bytes", f"{numbers['bytes'] / 1e9:.1f} GB"]]
+    rows += [[name, f"{value:.3f}"] for name, value in numbers.items() if name != "bytes"]
+    print(format_table([["", ""], *rows]))
+    title = f"checkpoint_{file_name(asked.model)}_{asked.ranks}_ranks"
+    report = BenchmarkReport(title, "A checkpoint of a sharded model beside training", asked.results, [])
+    report.add("checkpoint", f"{asked.model} over {asked.ranks} ranks that share the device", ["", ""], rows, numbers)
+
+
+def save_on_rank(asked: argparse.Namespace, rank: str, port: str, folder: str) -> dict[str, float]:
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:  # NCCL refuses two ranks with one host and GPU
+        os.environ |= {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+        os.environ |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+        torch.cuda.set_device(0)
+    store = dist.TCPStore("127.0.0.1", int(port), is_master=rank == "0")
+    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=int(rank), world_size=asked.ranks)
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    mesh = ProcessMesh.build(MeshShape(shard=asked.ranks), device)
+    policy, pack = policy_of(recipe_of(asked, CHECKPOINTED), mesh), pack_of(asked)
+
+    def update() -> None:
+        policy.forward_backward([(pack, lambda logprobs, _: -logprobs.sum() / asked.tokens)])
+        assert not policy.step().skipped
+
+    result: dict[str, float] = {}
+    for number in range(2):  # the first one makes its buffers
+        update()
+        deferred, work = DeferredWrites(10**15), Path(folder) / str(number)
+        work.mkdir(exist_ok=True)
+        dist.barrier()
+        started = clock()
+        policy.save(work, range(asked.ranks), deferred)
+        dist.barrier()
+        result["all ranks wait, s"] = clock() - started
+        deferred.wait_for_copies()
+        result["copied after, s"] = clock() - started
+        result["bytes"] = sum(tensor.nbytes for parts in deferred.copies.values() for _, tensor in parts)
+    return result
+
+
 # --- what is learned
 
 
@@ -266,14 +332,16 @@ def recipe_of(asked: argparse.Namespace, changes: dict[str, Any]) -> Recipe:
     return Recipe.model_validate(written)
 
 
-def policy_of(recipe: Recipe) -> NativePolicyTrainer:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def policy_of(recipe: Recipe, mesh: ProcessMesh | None = None) -> NativePolicyTrainer:
+    """One of a mesh takes its shards to the device."""
+    device = torch.device("cuda" if torch.cuda.is_available() and mesh is None else "cpu")
     return NativePolicyTrainer(
         load_model(recipe.model, device),
         temperature=1.0,
         logits_chunk=recipe.train.logits_chunk,  # None: as the device has it
         optimizer=recipe.optimizer,
         total_updates=10**6,
+        mesh=mesh,
         gradient_checkpointing=recipe.train.gradient_checkpointing,
         offload=recipe.train.offload,
         max_tokens=recipe.batch.max_tokens_per_micro_batch,
