@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from corral.child_process import start_child, terminate_group
-from corral.cluster.chaos import ENDLESS, KILL_S, TRAIN, ChaosRun, free_name, last_step, running_cluster
+from corral.cluster.chaos import KILL_S, TRAIN, ChaosRun, free_name, last_step, running_cluster
 from corral.cluster.chaos_report import ChaosOptions, audit_folder
 from corral.cluster.faults import Reach
 from corral.cluster.gcs import attached
@@ -38,6 +38,8 @@ from corral.runtime.connection import HOW_TO_START
 Show = Callable[[str], None]
 RECOVER_S = 1800.0
 """Seconds in which a run must have replaced a worker, on a machine with many processes on few cores."""
+MOST_STEPS = 1000
+"""It is stopped long before."""
 OTHER_MESHES: tuple[dict[str, int], ...] = ({}, {"replicate": 2}, {"pipeline": 2}, {"tensor": 2})
 """Values of `train.parallel` to go on with, of which the first that is another mesh and fits is taken."""
 NOT_SHOWN = (
@@ -131,7 +133,7 @@ def train_with_fault(
         lines.append(line)
         show(line)
 
-    command = [*TRAIN, str(file), f"schedule.steps={ENDLESS}", "checkpoint.resume=auto"]
+    command = [*TRAIN, str(file), f"schedule.steps={MOST_STEPS}", "checkpoint.resume=auto"]
     run = ChaosRun(command, folder, options, reach, show, echo)
     try:
         seen = run.run()
