@@ -5,7 +5,7 @@ import json
 import platform
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, wraps
 from pathlib import Path
@@ -170,15 +170,17 @@ def read_model(model: Model, dtype: torch.dtype, as_stored: bool = False) -> Any
     vision = load_vision(config, source)
     auto_class = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
     try:
-        loaded = auto_class.from_pretrained(
+        loaded, report = auto_class.from_pretrained(
             source,
+            output_loading_info=True,
             config=config,
             dtype="auto" if as_stored else dtype,
             attn_implementation=ATTENTION_NAME if path.kind == "fast" else None,
             trust_remote_code=model.trust_remote_code,
         )
-    except (OSError, ValueError, json.JSONDecodeError, SafetensorError) as error:
-        raise UserError(f"model.path: {model.path} could not be loaded: {first_line(error)}") from error
+    except (OSError, ValueError, RuntimeError, json.JSONDecodeError, SafetensorError) as error:
+        raise UserError(f"model.path: {model.path} could not be loaded: {explain_load(error)}") from error
+    refuse_missing(report["missing_keys"], loaded, model.path)
     if model.exact and path.kind == "general":
         raise UserError(f"model.exact: {model.path} takes the {path}, which rounds as transformers does; leave it out")
     if model.exact:
@@ -189,6 +191,22 @@ def read_model(model: Model, dtype: torch.dtype, as_stored: bool = False) -> Any
     if vision is not None:
         loaded.vision = vision
     return loaded.eval()
+
+
+def explain_load(error: Exception) -> str:
+    if "ignore_mismatched_sizes" in str(error):
+        return "its weights have other shapes than its config.json says"
+    return first_line(error)
+
+
+def refuse_missing(missing: Collection[str], loaded: Any, path: str) -> None:
+    """transformers gives tensors that the files lack random numbers."""
+    if missing:
+        whole = sum(1 for _ in loaded.parameters())
+        raise UserError(
+            f"model.path: {path} has no weights for {len(missing)} of the model's {whole} tensors, such as "
+            f"{min(missing)}: they would be random. A file may be missing, or the names belong to another architecture"
+        )
 
 
 def load_adapter(loaded: Any, model: Model) -> None:

@@ -1,15 +1,19 @@
 """What a recipe may change about a model and its tokenizer, and what it gets for its mistakes."""
 
 import gc
+import os
 import platform
 import re
+import shutil
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from corral.model import model_loading
 from corral.model.fused_layers import unfuse
@@ -152,3 +156,34 @@ def test_threads_that_convolve_equal_shapes_at_once_get_their_own_numbers() -> N
     start = threading.Barrier(2)
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(num_wrong, range(2))) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("gone", r"no weights for 1 of the model's \d+ tensors, such as model\.layers\.0\.\S+: they would be random"),
+        ("renamed", r"no weights for 1 of the model's \d+ tensors"),
+        ("reshaped", "its weights have other shapes than its config.json says"),
+        ("truncated", "could not be loaded"),
+    ],
+)
+@pytest.mark.parametrize("load", [load_model, load_to_shard])
+def test_weights_that_are_not_there_are_never_random_ones(
+    tiny_model: Path, tmp_path: Path, load: Callable[..., object], damage: str, message: str
+) -> None:
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = min(name for name in tensors if "layers.0" in name and tensors[name].dim() == 2)
+    tensor = tensors.pop(name)
+    if damage == "renamed":
+        tensors[f"{name}.old"] = tensor
+    elif damage == "reshaped":
+        tensors[name] = torch.zeros(3, 4)
+    elif damage == "truncated":
+        tensors[name] = tensor
+    save_file(tensors, file, metadata={"format": "pt"})
+    if damage == "truncated":
+        os.truncate(file, file.stat().st_size - 1000)
+    with pytest.raises(UserError, match=message):
+        load(Model(path=str(tmp_path)), torch.device("cpu"))
