@@ -67,6 +67,8 @@ class Row:
     """The name that the recipe gives to its source (`data.train.sources`), or empty."""
     rejected: list[Message] = field(default_factory=list)
     """The other answer, of a row that is a pair."""
+    is_conversation: bool = False
+    """Whether turns of the assistant before the last one are trained on, too."""
 
     @property
     def source_name(self) -> str:
@@ -114,7 +116,8 @@ def row_from_mapping(
         answer = completion[0]["content"]
     tools = _tools(mapping, data.tools_key, where)
     _check_text([prompt, completion, rejected, answer, tools, extra], where)
-    return Row(prompt, answer, source, extra, completion, where, tools, origin, rejected)
+    is_conversation = with_completion and _conversation_column(mapping, data) is not None
+    return Row(prompt, answer, source, extra, completion, where, tools, origin, rejected, is_conversation)
 
 
 def _check_text(value: Any, where: str) -> None:

@@ -104,8 +104,8 @@ def _trajectory_of(prepared: PreparedPrompt, sampled: SampledPrompt) -> Trajecto
 
 
 def render_row(tokenizer: Any, row: Row, chat: bool) -> tuple[list[int], BoolArray]:
-    """The row's tokens, and which of them are trained on. Of a pair this is what its answers differ in: turns of the
-    assistant in the prompt are not."""
+    """The row's tokens, and which of them are trained on: of a conversation all turns of the assistant, else none that
+    is in the prompt."""
     conversation = [*row.prompt, *row.completion]
     if any(message.get("images") for message in conversation):
         raise UserError(f"{row.where} has images, and answers of rows are trained on as text only")
@@ -132,19 +132,25 @@ def render_row(tokenizer: Any, row: Row, chat: bool) -> tuple[list[int], BoolArr
     if GENERATION_BLOCK.search(template) and tokenizer.is_fast:
         rendered = render(conversation, return_dict=True, return_assistant_tokens_mask=True)
         tokens, trained = list(rendered["input_ids"]), np.array(rendered["assistant_masks"], np.bool_)
-        if row.rejected:
+        if row.rejected or (not row.is_conversation and has_assistant(row.prompt)):
             prompt = list(render(row.prompt, return_dict=False))
             if tokens[: len(prompt)] != prompt:
                 what = "the prompt changes in the model's chat template when an answer follows it"
                 raise UserError(f"{row.where}: {what}; {FIX}")
             trained[: len(prompt)] = False
         return tokens, with_ends(tokenizer, tokens, trained)
-    return render_turn_by_turn(tokenizer, conversation, render, row.where, len(row.prompt) if row.rejected else 0)
+    return render_turn_by_turn(
+        tokenizer, conversation, render, row.where, 0 if row.is_conversation else len(row.prompt)
+    )
+
+
+def has_assistant(messages: Sequence[Mapping[str, Any]]) -> bool:
+    return any(message["role"] == "assistant" for message in messages)
 
 
 def render_text(tokenizer: Any, row: Row) -> tuple[list[int], BoolArray]:
     """Prompt and completion as text, without a template; the completion ends with the tokenizer's end token."""
-    if len(row.completion) > 1 or any(message["role"] == "assistant" for message in row.prompt):
+    if len(row.completion) > 1 or has_assistant(row.prompt):
         raise UserError(f"{row.where} is a conversation of several turns, which needs the chat template (`data.chat`)")
     if tokenizer.eos_token_id is None:
         raise UserError("the model's tokenizer has no end token, so a model could not learn where an answer ends")

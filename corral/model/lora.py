@@ -228,6 +228,8 @@ class AdapterTargets:
                 raise UserError(f"model.lora: {type(model).__name__} has no linear layers for adapters")
         else:
             linears = [name for name in all_linears if is_called(name, lora.targets)]
+            if of_head := [name for name in linears if modules[name] is head]:
+                raise UserError(f"model.lora.targets: {of_head[0]} is the model's head, and adapters are not for it")
             of_experts = [end for end in lora.targets if "." in end or not any(is_called(n, [end]) for n in linears)]
             matrices = [name for name in all_matrices if is_called(name, of_experts)]
             for end in lora.targets:
@@ -406,6 +408,8 @@ def lora_of(config: dict[str, Any], folder: Path) -> Lora:
         if config.get(key) not in (None, False, "none", [], {}):
             raise UserError(f"{folder} has an adapter with `{key}: {config[key]}`, which Corral does not compute")
     targets = config["target_modules"]
+    if isinstance(targets, str) and targets != "all-linear":  # a regular expression
+        targets = stored_layers(folder)
     if parameters := config.get("target_parameters") or []:
         if targets == "all-linear":
             raise UserError(f"{folder} has an adapter of all linear layers and of parameters; name the layers")
@@ -419,6 +423,15 @@ def lora_of(config: dict[str, Any], folder: Path) -> Lora:
         dropout=config.get("lora_dropout", 0.0),
         rslora=config.get("use_rslora", False),
     )
+
+
+def stored_layers(folder: Path) -> list[str]:
+    """Names of the layers that an adapter in PEFT's layout has tensors for."""
+    from safetensors import safe_open
+
+    with safe_open(folder / f"{ADAPTER_STEM}.safetensors", framework="pt") as file:
+        names = {name.rpartition(".lora_")[0] for name in file.keys()}  # noqa: SIM118
+    return sorted(name.removeprefix(PEFT_PREFIX) for name in names)
 
 
 def peft_names(names: Iterable[str]) -> dict[str, str]:

@@ -54,6 +54,14 @@ def trained_text(mapping: dict[str, Any], template: str = TEMPLATE, chat: bool =
     return [tokenizer.decode(tokens[start:end]) for start, end in edges.reshape(-1, 2)]
 
 
+@pytest.mark.parametrize("template", [TEMPLATE, CLOSED_EARLY])
+def test_turns_of_the_assistant_in_a_prompt_are_trained_on_in_a_conversation_only(template: str) -> None:
+    two_columns = {"prompt": MESSAGES[:4], "completion": MESSAGES[4:]}
+    assert [text.removesuffix("<|end|>") for text in trained_text(two_columns, template)] == ["8 it is"]
+    one_column = {"messages": MESSAGES}
+    assert [text.removesuffix("<|end|>") for text in trained_text(one_column, template)] == ["5", "8 it is"]
+
+
 @pytest.mark.parametrize(
     ("mapping", "keys"),
     [

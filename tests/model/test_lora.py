@@ -1,6 +1,7 @@
 """Adapters: what PEFT computes and writes, in training, decoding and files."""
 
 import asyncio
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,24 @@ def test_adapters_that_are_not_computed_here_are_refused(tiny_model: Path, tmp_p
 def test_a_target_that_is_not_there_is_refused_with_those_that_are(tiny_model: Path) -> None:
     with pytest.raises(UserError, match=r"no linear layer is called query; there are down_proj, .*v_proj"):
         load_model(Model(path=str(tiny_model), lora=Lora(targets=["query"])), CPU)
+
+
+def test_the_head_is_no_target(tiny_model: Path) -> None:
+    for targets in (["lm_head"], ["q_proj", "lm_head"]):
+        with pytest.raises(UserError, match="lm_head is the model's head"):
+            load_model(Model(path=str(tiny_model), lora=Lora(targets=targets)), CPU)
+
+
+def test_targets_that_are_a_regular_expression_are_the_layers_that_have_tensors(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    pattern = r".*layers\.0\..*(q|up)_proj"
+    theirs = get_peft_model(base, LoraConfig(r=2, target_modules=pattern, init_lora_weights=False)).eval()
+    theirs.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == pattern
+    ours = load_model(Model(path=str(tmp_path), dtype="float32"), CPU)
+    assert model_logprobs(ours, TOKENS) == pytest.approx(logprobs_of(theirs, TOKENS).detach(), abs=1e-5)
 
 
 def test_an_adapter_of_another_rank_is_refused(tiny_model: Path, tmp_path: Path) -> None:
