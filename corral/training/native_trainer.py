@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from corral.data.batch import Batch, Pack, Trajectory
@@ -66,7 +67,8 @@ Result = TypeVar("Result")
 MicroBatch = tuple[Pack | None, Callable[..., Tensor] | None]
 """A pack, and its contribution to the loss as a function of what the model computes of it."""
 
-OPTIMIZER_KEYS = ("step", "exp_avg", "exp_avg_sq", "master")
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+OPTIMIZER_KEYS = (*MOMENTS, "master")
 """What a checkpoint may hold of a parameter besides its weights."""
 
 
@@ -362,6 +364,12 @@ class _NativeTrainer:
         run_on_all_ranks(self.mesh, write)
 
     def _load_optimizer(self, folder: Path) -> None:
+        try:
+            self._load_states(folder)
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise UserError(f"the optimizer in {folder} cannot be read: {error!r}") from error
+
+    def _load_states(self, folder: Path) -> None:
         optimizer = self.optimizer
         assert optimizer is not None
         files = TensorFiles(folder, "optimizer")
@@ -370,9 +378,22 @@ class _NativeTrainer:
             raise UserError(f"{folder} is the optimizer of another model: this one has no {min(unknown)}")
         for master in optimizer.masters:
             found = {key: files[name] for key in OPTIMIZER_KEYS if (name := f"{master.name}.{key}") in files.names}
-            parts = {key: t if key == "step" else self.layout.shard(master.name, t) for key, t in found.items()}
+            parts = {key: self._own_part(folder, master.name, key, tensor) for key, tensor in found.items()}
+            if 0 < len(found.keys() - {"master"}) < len(MOMENTS):
+                raise UserError(f"{folder} has only a part of the states of {master.name}")
             optimizer.load_state(master, parts)
         optimizer.load_counters(json.loads((folder / "optimizer.json").read_text()))
+
+    def _own_part(self, folder: Path, name: str, key: str, whole: Tensor) -> Tensor:
+        """This rank's part of a state, or of a weight of the critic. A kernel would go beyond one of another shape."""
+        shape = torch.Size() if key == "step" else self.layout.kinds[name][1]
+        if whole.shape != shape:
+            what = f"{name}.{key} is {list(whole.shape)}, not {list(shape)}"
+            raise UserError(f"{folder} is of another model: {what}")
+        part = whole if key == "step" else self.layout.shard(name, whole)
+        if not part.is_floating_point() or not part.isfinite().all():
+            raise UserError(f"{folder}: {name}.{key} has numbers that are not finite; go on from another checkpoint")
+        return part
 
 
 class NativePolicyTrainer(_NativeTrainer):
@@ -494,7 +515,7 @@ class NativeValueTrainer(_NativeTrainer):
         self.saving.wait_for_copies()
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                local_tensor(parameter).copy_(self.layout.shard(name, files[name]))
+                local_tensor(parameter).copy_(self._own_part(folder / "critic", name, "weight", files[name]))
         self._load_optimizer(folder / "critic")
 
 

@@ -3,11 +3,12 @@
 import json
 import os
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from sharded_cases import backward, build_model, deviation, mesh_of, own_packs, policy_of, weights_of
 from team import ROUNDING, Team
 from trajectories import small_batch
@@ -279,6 +280,42 @@ def save_on_a_full_disk(shape: MeshShape, folder: Path) -> str:
 def test_a_rank_that_cannot_write_raises_on_all(team: Teams, tmp_path: Path, shape: MeshShape) -> None:
     first, second = team(2).run(save_on_a_full_disk, shape, tmp_path)
     assert (first, second) == ("another rank could not write its part", "no space left")
+
+
+DAMAGES: dict[str, tuple[Callable[[Weights, str], object], str]] = {
+    "shape": (lambda states, name: states.update({name: states[name].flatten()[:1].clone()}), "is [1], not ["),
+    "nan": (lambda states, name: states.update({name: states[name] * torch.nan}), "numbers that are not finite"),
+    "integers": (lambda states, name: states.update({name: states[name].long()}), "numbers that are not finite"),
+    "gone": (lambda states, name: states.pop(name), "has only a part of the states of"),
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "damage"),
+    # Without a master weight the weight itself takes its place: that of a run in float32.
+    sorted({*product(["exp_avg", "exp_avg_sq", "step", "master"], DAMAGES)} - {("master", "gone")}),
+)
+def test_states_that_do_not_fit_are_refused(tmp_path: Path, key: str, damage: str) -> None:
+    """A fused kernel would read and write beyond them."""
+    train_and_save(None, "llama", torch.bfloat16, tmp_path)
+    file = tmp_path / "actor" / "optimizer.safetensors"
+    states, (change, message) = load_file(file), DAMAGES[damage]
+    name = next(name for name in states if name.endswith(f"proj.weight.{key}"))
+    change(states, name)
+    save_file(states, file)
+    with pytest.raises(UserError) as error:
+        loaded(None, torch.bfloat16, tmp_path)
+    assert message in str(error.value)
+
+
+def test_what_is_no_file_of_tensors_is_refused_in_one_line(tmp_path: Path) -> None:
+    train_and_save(None, "llama", torch.float32, tmp_path)
+    (tmp_path / "actor" / "optimizer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"the optimizer in .* cannot be read: KeyError"):
+        loaded(None, torch.float32, tmp_path)
+    (tmp_path / "actor" / "optimizer.safetensors").write_bytes(b"garbage")
+    with pytest.raises(UserError, match=r"the optimizer in .* cannot be read"):
+        loaded(None, torch.float32, tmp_path)
 
 
 # --- the critic
