@@ -106,16 +106,21 @@ class TokenMiddleware:
 
 
 class HostMiddleware:
-    """Where there is no token: refuses requests that came to loopback under another name. A page in a browser of this
-    machine can have a name of its own stand for 127.0.0.1, and would then ask as if it were a program here."""
+    """Where there is no token: refuses requests of pages in a browser, which ask as if they were programs here. A page
+    says where it is from, or has a name of its own stand for 127.0.0.1."""
 
     def __init__(self, app: "ASGIApp") -> None:
         self.app = app
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        if scope["type"] != "http" or not is_loopback(str(scope["server"][0])):
+        if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        given = dict(scope["headers"]).get(b"host", b"localhost").decode("latin-1")
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        if scope["method"] not in ("GET", "HEAD") and is_other_page(headers):
+            return await reply(403, {"error": "a page of another server asks"})(scope, receive, send)
+        if not is_loopback(str(scope["server"][0])):
+            return await self.app(scope, receive, send)
+        given = headers.get("host", "localhost")
         try:
             name = urlsplit(f"//{given}").hostname or ""
         except ValueError:
@@ -124,6 +129,13 @@ class HostMiddleware:
             return await self.app(scope, receive, send)
         refusal = reply(403, {"error": f"this server is localhost, not {name}"})
         await refusal(scope, receive, send)
+
+
+def is_other_page(headers: Mapping[str, str]) -> bool:
+    """Whether a browser says that a page of another server has made the request. Programs say nothing of it."""
+    if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+        return True
+    return "origin" in headers and urlsplit(headers["origin"]).netloc != headers.get("host")
 
 
 def is_loopback(address: str) -> bool:
@@ -151,12 +163,17 @@ def reply(status: int, answer: Mapping[str, object]) -> "Response":
 
 async def read_body(request: "Request", limit: int) -> bytes:
     """The body, and no more of it than is allowed, whatever its header has."""
+    from starlette.requests import ClientDisconnect
+
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise RequestRefused(413, "limit", f"the body is larger than {limit} bytes")
-        parts.append(part)
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                raise RequestRefused(413, "limit", f"the body is larger than {limit} bytes")
+            parts.append(part)
+    except ClientDisconnect:
+        raise RequestRefused(499, "gone", "the client has hung up within its body") from None
     return b"".join(parts)
 
 

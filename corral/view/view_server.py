@@ -11,9 +11,8 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
-from corral.http_server import check_installed, listen, make_server, protect, reply, url_of
+from corral.http_server import check_installed, is_other_page, listen, make_server, protect, reply, url_of
 from corral.observe.run_files import json_line
 from corral.recipe.errors import UserError, first_line
 from corral.view.runs import NotFound, RunReader, Runs
@@ -180,10 +179,3 @@ class PageMiddleware:
         elif scope["path"].startswith("/api") and is_other_page(headers):
             refusal = reply(403, {"error": "another page asks"})
         await (refusal or self.app)(scope, receive, send_with_headers)
-
-
-def is_other_page(headers: dict[str, str]) -> bool:
-    """Whether a browser says that a page of another server has made the request. Programs say nothing of it."""
-    if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
-        return True
-    return "origin" in headers and urlsplit(headers["origin"]).netloc != headers.get("host")

@@ -1,6 +1,7 @@
 """Who asks a server what: connections that send nothing, for which nobody needs a token, keep no one else out, and
 pages in a browser of this machine get no answer."""
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -11,12 +12,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from deadlines import within
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 
 from corral import http_server
 from corral.envs import chat_endpoint
 from corral.envs.chat_endpoint import ChatEndpoint, ChatSession
-from corral.http_server import listen, make_server, protect
+from corral.http_server import RequestRefused, listen, make_server, protect, read_body
 
 
 @contextlib.contextmanager
@@ -97,6 +98,34 @@ def test_a_name_that_stands_for_loopback_gets_no_answer(host: str, status: int) 
         connection.sendall(f"GET /hello HTTP/1.1\r\nHost: {host.format(port)}\r\nConnection: close\r\n\r\n".encode())
         connection.settimeout(within(10))
         assert connection.recv(1000).startswith(f"HTTP/1.1 {status}".encode())
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        ("Origin: http://evil.example", 403),
+        ("Sec-Fetch-Site: cross-site", 403),
+        ("Sec-Fetch-Site: same-site", 403),
+        ("Origin: http://localhost:{}", 405),
+        ("Accept: */*", 405),
+    ],
+)
+def test_a_page_of_another_server_gets_no_answer(header: str, status: int) -> None:
+    """405: it got as far as the routes, which take no POST."""
+    with served(max_connections=20, token=None) as port, socket.create_connection(("127.0.0.1", port)) as connection:
+        head = f"POST /hello HTTP/1.1\r\nHost: localhost:{port}\r\n{header.format(port)}\r\nConnection: close\r\n"
+        connection.sendall(f"{head}Content-Type: text/plain\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+        connection.settimeout(within(10))
+        assert connection.recv(1000).startswith(f"HTTP/1.1 {status}".encode())
+
+
+def test_a_client_that_hangs_up_within_its_body_is_no_error() -> None:
+    async def hang_up() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(RequestRefused, match="hung up") as refused:
+        asyncio.run(read_body(Request({"type": "http", "method": "POST", "headers": []}, hang_up), 100))
+    assert refused.value.status == 499
 
 
 @pytest.mark.deadline("a request must arrive within 0.2 s")
