@@ -166,7 +166,10 @@ def read_text(path: Path) -> str:
     try:
         if (size := path.stat().st_size) > MAX_BYTES:
             raise RecipeError(f"{path}: has {size} bytes, and a recipe has at most {MAX_BYTES}; is it one?")
-        return path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig") as file:  # a device has no size, and no end
+            if len(text := file.read(MAX_BYTES + 1)) > MAX_BYTES:
+                raise RecipeError(f"{path}: does not end after {MAX_BYTES} characters; is it a recipe?")
+        return text
     except FileNotFoundError:
         there = [file.name for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
         near = nearest(path.name, there)

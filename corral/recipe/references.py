@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 from corral.recipe.document import Document
 from corral.recipe.keys import KeyPath, did_you_mean, dotted, expand, find_key, nearest_key
 
+MAX_FOLLOWED, MAX_CHARACTERS = 10_000, 1 << 20
+"""References may refer to others, and each of them twice to the one before it."""
 REFERENCE = re.compile(r"\$\$\{|\$\{([^{}]*)\}")
 
 
@@ -34,6 +36,7 @@ class _Resolver:
         self.document = document
         self.open: list[KeyPath] = []
         """Keys whose references are being followed right now, outermost first."""
+        self.num_followed = 0
 
     def section(self, path: KeyPath, values: dict[str, Any]) -> dict[str, Any]:
         resolved = {}
@@ -64,7 +67,10 @@ class _Resolver:
         alone = REFERENCE.fullmatch(text)
         if alone and alone[1] is not None:
             return copy.deepcopy(self.look_up(path, alone[1]))
-        return REFERENCE.sub(lambda match: "${" if match[1] is None else self.as_text(path, match[1]), text)
+        replaced = REFERENCE.sub(lambda match: "${" if match[1] is None else self.as_text(path, match[1]), text)
+        if len(replaced) > MAX_CHARACTERS:
+            self.fail(path, f"with its references it has more than {MAX_CHARACTERS} characters")
+        return replaced
 
     def as_text(self, path: KeyPath, name: str) -> str:
         value = self.look_up(path, name)
@@ -73,6 +79,9 @@ class _Resolver:
         return value if isinstance(value, str) else json.dumps(value)
 
     def look_up(self, path: KeyPath, name: str) -> Any:
+        self.num_followed += 1
+        if self.num_followed > MAX_FOLLOWED:
+            self.fail(path, f"`${{{name}}}`: the recipe's references lead to more than {MAX_FOLLOWED} others")
         target = expand((), name.strip())
         found: Any = self.document.values
         for end, part in enumerate(target):

@@ -1,4 +1,10 @@
+from pathlib import Path
+
+import pytest
 from recipe_texts import MINIMAL
+
+from corral.recipe.errors import RecipeError
+from corral.recipe.load import load_recipe
 
 
 def test_a_reference_alone_keeps_the_type_of_its_value(load):
@@ -95,3 +101,21 @@ def test_a_section_that_contains_itself_is_a_circle(problems):
 def test_an_unresolved_reference_to_a_required_key_is_reported_once(problems):
     (problem,) = problems("model.path=${nowhere}")
     assert "does not exist" in problem
+
+
+def test_references_that_double_with_each_key_end_at_a_bound(problems):
+    twice = [f"  a{i}: '{f'${{environment.options.a{i - 1}}}' * 2}'\n" for i in range(1, 40)]
+    lines = "".join(twice)
+    found = problems(text=f"{MINIMAL}environment.options:\n  a0: aaaaaaaaaa\n{lines}")
+    assert found
+    assert "the recipe's references lead to more than 10000 others" in found[0]
+
+
+def test_a_text_that_references_make_too_long_is_refused(problems):
+    (problem,) = problems(f"data.system={'x' * 1000}", f"data.template={'${data.system}' * 2000}")
+    assert problem.endswith("with its references it has more than 1048576 characters")
+
+
+def test_what_has_no_end_is_no_recipe():
+    with pytest.raises(RecipeError, match="/dev/zero: does not end after"):
+        load_recipe(Path("/dev/zero"))
