@@ -1,15 +1,15 @@
 """Runs a recipe for many devices on this machine, small, from its start to a resume on another mesh: `corral rehearse`.
 
 The training is a child process, as `corral train` in a shell would be, and begins as a run of `corral chaos` with one
-fault: a worker is killed once it has made a step, and it has to make another one. Then it is stopped as with Ctrl-C,
-and the same run goes on for a step with its model spread differently.
+fault: a worker is killed after two steps, and the run has to make another one. Then it is stopped as with Ctrl-C, and
+resumed for a step with its model spread differently.
 """
 
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from corral.cluster.rehearsal_recipe import Rehearsal, cut, prepare
 from corral.model.families import checked_plan
 from corral.observe.console import is_validation
 from corral.observe.run_files import read_metrics, write_atomically
-from corral.recipe.errors import RecipeError, RunError, UserError
+from corral.recipe.errors import RunError, UserError
 from corral.recipe.link_traffic import describe_links
 from corral.recipe.load import dump_recipe
 from corral.recipe.mesh import MeshShape
@@ -60,9 +60,10 @@ class RehearsalReport:
     problems: list[str] = field(default_factory=list)
     links: dict[str, list[str]] = field(default_factory=dict)
     """What a step of the real size sends, as its plan has it."""
+    not_shown: Sequence[str] = NOT_SHOWN
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "not_shown": NOT_SHOWN, "passed": not self.problems}
+        return {**asdict(self), "passed": not self.problems}
 
     def text(self) -> str:
         width = max(len(what) for what, _ in self.rows)
@@ -70,7 +71,7 @@ class RehearsalReport:
             f"rehearsal of {self.recipe}, on {self.machine}": [f"{what:<{width}}  {how}" for what, how in self.rows],
             **self.links,
             "replaced": self.replaced,
-            "not shown by one machine": list(NOT_SHOWN),
+            "not shown": list(self.not_shown),
             "problems": self.problems,
         }
         lines = [line for title, own in sections.items() if own for line in (title, *(f"  {one}" for one in own))]
@@ -94,6 +95,8 @@ def rehearse(plan: Plan, file: Path, show: Show, *, on_cluster: bool = False) ->
     )
     workers = describe_workers(small) if runs_on_ray(small.recipe) else "this recipe runs in one process"
     report.rows.append(("workers", workers))
+    if on_cluster:
+        report.not_shown = NOT_SHOWN[1:]  # its network is that of the run
     with attached(address) if on_cluster else nullcontext():
         train_with_fault(small, rehearsal, folder, report, Reach(on_cluster), show)
     if not report.problems:
@@ -113,7 +116,9 @@ def describe_workers(plan: Plan) -> str:
     cluster = plan.recipe.cluster
     roles = ", ".join(f"{'+'.join(roles)} {len(devices)}" for roles, devices in plan.placement.groups().items())
     nodes = f"{cluster.nodes} nodes of {cluster.devices_per_node} devices"
-    backend = "NCCL, over sockets" if torch.cuda.is_available() else "gloo"
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "NCCL, over sockets" if cluster.is_here else "NCCL"
     return f"{nodes}: {roles}; trainers: {name_mesh(plan.meshes['actor'])}; {backend}"
 
 
@@ -209,7 +214,7 @@ def find_other_mesh(plan: Plan) -> dict[str, int] | None:
         train = plan.recipe.train.model_copy(update={"parallel": parallel_of(plan.recipe, parallel)})
         try:
             found = checked_plan(plan.recipe.model_copy(update={"train": train}))
-        except RecipeError:
+        except UserError:  # of the recipe, or of a model that cannot be cut so
             continue
         if found.meshes["actor"] != plan.meshes["actor"]:
             return parallel

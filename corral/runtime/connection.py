@@ -178,6 +178,7 @@ def start_more_nodes(number: int, devices: dict[str, Any]) -> None:
 
 
 def end_more_nodes() -> None:
+    os.environ.pop(SHARED_GPUS, None)  # the next run of this process may have nodes of its own
     while MORE_NODES:
         MORE_NODES.pop().kill_all_processes(check_alive=False, allow_graceful=True)
 
