@@ -24,7 +24,7 @@ VERDICT := CORRAL_TEST_PATIENCE=5 $(PYTEST) -n 2 --verdict
 
 GPU_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_TESTS := $(addprefix tests/training/test_, sharded_training.py sharded_checkpoint.py copies.py loading_by_shard.py \
-  fused_training.py ranks_on_gpu.py)
+  fused_training.py ranks_on_gpu.py link_traffic.py)
 
 # Hundreds of processes import Corral. With this variable, which some machines set, each would compile it again.
 unexport PYTHONDONTWRITEBYTECODE

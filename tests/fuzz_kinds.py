@@ -119,7 +119,7 @@ def plan(folder: Path, text: str, overrides: Sequence[str]) -> bool:
     path = folder / "recipe.yaml"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     recipe = load_own_recipe(path, overrides)
-    print_plan(recipe, None, as_json=len(text) % 2 == 0)
+    print_plan(recipe, as_json=len(text) % 2 == 0)
     written, dumped = folder / "dumped.yaml", dump_recipe(recipe)
     written.write_text(dumped)
     assert dump_recipe(load_own_recipe(written, [])) == dumped, "a recipe is not what was written of it"

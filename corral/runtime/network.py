@@ -27,7 +27,7 @@ def variables_of_interface(interface: str) -> dict[str, str]:
 
 
 def check_interfaces(environment: Mapping[str, str]) -> None:
-    """Raises UserError where gloo or NCCL is told to use an interface that this machine does not have."""
+    """Raises UserError where gloo or NCCL is to use an interface that this machine does not have."""
     own = [name for _, name in socket.if_nameindex()]
     for variable in INTERFACE_VARIABLES:
         written = environment.get(variable, "")

@@ -20,6 +20,7 @@ APART = (
     "rlinf_devices_apart/input.yaml",
     "cluster={nodes: 2, devices_per_node: 1, placement: {rollout: 0, actor: 1}}",
     "train.parallel.tensor=1",
+    "train.offload=[optimizer]",
 )
 
 
