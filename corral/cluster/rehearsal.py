@@ -181,7 +181,7 @@ def last_words(lines: list[str]) -> str:
     """What a run that ended before its first step says of it."""
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (
-        errors[0] if errors else "the run ended before its first step: " + (lines[-1] if lines else "it printed nothing")
+        errors[0] if errors else "the run ended before its first step: " + (lines[-1] if lines else "no output at all")
     )
 
 
