@@ -224,6 +224,8 @@ def keep_cluster(recipe: Recipe, values: dict[str, Any], rehearsal: Rehearsal, a
     parallel = recipe.train.parallel
     rehearsal.mesh = {name: getattr(parallel, name) for name in ("pipeline", "tensor", "expert")}
     values["train"] |= recipe.train.model_dump(mode="json", exclude_unset=True, include={"parallel", "offload"})
+    # As in the plan, also where the recipe leaves it to the devices: the narrow model would have a mesh of its own.
+    values["train"].setdefault("parallel", {}).update(shard=parallel.shard, replicate=parallel.replicate)
     values["train"]["threads"] = 1
     values["schedule"] |= {key: getattr(recipe.schedule, key) for key in ("max_staleness", "pipelined")}
     names = {"nodes", "devices_per_node", "transfer", "environment", "max_restarts"}

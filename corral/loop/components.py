@@ -33,7 +33,7 @@ from corral.recipe.placement import (
     runs_on_ray,
     transfer_kind,
 )
-from corral.recipe.plan import count_steps
+from corral.recipe.plan import count_steps, describe_mesh
 from corral.recipe.presets import ResolvedAlgorithm, resolve_algorithm
 from corral.recipe.schema import Part, Recipe, TeacherEndpoint
 from corral.recipe.shape import ModelShape
@@ -205,7 +205,7 @@ async def open_components(
         if recipe.trains_on_rows and recipe.data.validation is not None:
             validation_rows = prompts_of(recipe, "validation", tokenizer, console, with_answers=True)
         recipe = with_steps(recipe, len(train))
-        recipe, _ = with_default_mesh(recipe, runtime.placement, ModelShape.find(recipe.model.path))
+        recipe = await with_mesh_for_devices(recipe, runtime, console)
         assert recipe.schedule.steps is not None
         with console.stage("loading the model"):
             roles = [role for role in BUILD_ORDER if role in placement.roles]
@@ -434,6 +434,18 @@ def token_difference(recipe: Recipe, tokenizer: Any, path: str) -> str | None:
     if other is None:
         return None
     return f"{other!r} is number {ours[other]} here and {theirs.get(other, 'no token')} there"
+
+
+async def with_mesh_for_devices(recipe: Recipe, runtime: Runtime, console: Console) -> Recipe:
+    """Returns the recipe with its mesh: where it has none, one for the memory that devices turn out to have."""
+    shape, cluster = ModelShape.find(recipe.model.path), recipe.cluster
+    if cluster.device_memory is None:
+        cluster = cluster.model_copy(update={"device_memory": await runtime.device_memory()})
+    chosen, reason = with_default_mesh(recipe.model_copy(update={"cluster": cluster}), runtime.placement, shape)
+    if reason is not None and cluster.device_memory != recipe.cluster.device_memory:
+        mesh = resolve_meshes(chosen, runtime.placement)["actor"]
+        console.note(f"mesh: {describe_mesh(mesh)}; {reason} (each has {cluster.device_memory:.0f} GiB free)")
+    return recipe.model_copy(update={"train": chosen.train})
 
 
 def with_steps(recipe: Recipe, num_rows: int) -> Recipe:

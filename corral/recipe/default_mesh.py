@@ -2,8 +2,8 @@
 
 Whole copies where a device holds one, since these exchange gradients once an update and nothing else; else shards
 within a node and copies across nodes, so that layers are gathered over the faster links; else shards over all devices.
-What a device holds is known where the recipe has `cluster.device_memory` and the model's shape is known; elsewhere
-everything is sharded, which needs the least memory.
+What a device holds is known where the model's shape is, and the memory of devices: to a plan with
+`cluster.device_memory`, to a run on GPUs by itself. Elsewhere everything is sharded, which needs the least memory.
 """
 
 import math
@@ -19,7 +19,10 @@ MARGIN = 0.9
 """Part of a device's memory that an estimate may fill: the rest is for what the estimate leaves out."""
 MIN_SEQUENCES = 32
 """Sequences of full length for which an engine's KV cache should have memory, at least."""
-UNKNOWN = "all devices hold one model together: what one holds is known with `cluster.device_memory` and a local model"
+UNKNOWN = (
+    "all devices hold one model together: what one holds is known with `cluster.device_memory` and a local model; a "
+    "run on GPUs chooses by their memory"
+)
 
 
 def with_default_mesh(recipe: Recipe, placement: Placement, shape: ModelShape | None) -> tuple[Recipe, str | None]:

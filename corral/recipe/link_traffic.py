@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise, product
 from typing import TYPE_CHECKING
 
-from corral.recipe.memory import FLOAT32, human_bytes, num_trained_parameters
+from corral.recipe.memory import DTYPE_BYTES, human_bytes, num_trained_parameters
 from corral.recipe.mesh import MeshShape, moves_by_all_to_all, other_ranks_of_token
 from corral.recipe.placement import transfer_kind
 from corral.recipe.schema import Recipe
@@ -140,17 +140,21 @@ def parameter_gather(plan: "Plan", role: str) -> Traffic:
 
 
 def gradient_scatter(plan: "Plan", role: str) -> Traffic:
-    """Scattered sums over a copy's devices, in float32: one gather's bytes."""
-    assert plan.shape is not None
-    mesh, num_trained = plan.meshes[role], num_trained_parameters(plan.recipe, plan.shape)
-    return gather(plan, role, ("shard", "expert", "context"), num_trained * FLOAT32 / mesh.tensor / mesh.pipeline)
+    """Scattered sums over a copy's devices: one gather's bytes."""
+    mesh, size = plan.meshes[role], gradient_size(plan)
+    return gather(plan, role, ("shard", "expert", "context"), size / mesh.tensor / mesh.pipeline)
 
 
 def replica_sum(plan: "Plan", role: str) -> Traffic:
-    """Sums over the copies of what a device has of the gradient, in float32. All have them: two gathers' bytes."""
+    """Sums over the copies of what a device has of the gradient. All have them: two gathers' bytes."""
+    mesh = plan.meshes[role]
+    return gather(plan, role, ("replicate",), gradient_size(plan) * mesh.replicate / mesh.size) * 2
+
+
+def gradient_size(plan: "Plan") -> int:
+    """Bytes of the whole gradient as it travels."""
     assert plan.shape is not None
-    mesh, num_trained = plan.meshes[role], num_trained_parameters(plan.recipe, plan.shape)
-    return gather(plan, role, ("replicate",), num_trained * FLOAT32 * mesh.replicate / mesh.size) * 2
+    return num_trained_parameters(plan.recipe, plan.shape) * DTYPE_BYTES[plan.recipe.train.gradient_dtype]
 
 
 def weight_transfer(plan: "Plan") -> Traffic:

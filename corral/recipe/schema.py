@@ -615,8 +615,9 @@ class Parallel(Section):
     behind the other, forward and backward in turn (1F1B), so an update should have several times as many."""
 
     replicate: PositiveInt = 1
-    """Copies of the sharded model (HSDP). Where neither this nor `shard` is written and `cluster.device_memory` is: as
-    many as there is memory for, each on the devices of one node where they hold one."""
+    """Copies of the sharded model (HSDP). Where neither this nor `shard` is written, and the run is on GPUs or
+    `cluster.device_memory` is written: as many as there is memory for, each on the devices of one node where they hold
+    one."""
     shard: PositiveInt | None = None
     """Devices over which one copy's parameters, gradients and optimizer are sharded (FSDP). None: all that are left.
     1: nothing is sharded, and an engine on the same device decodes with the trainer's own tensors."""
@@ -648,6 +649,9 @@ class Train(Section):
     gradient_checkpointing: GradientCheckpointing = False
     """Compute activations again in the backward pass (less memory, a third more work). selective: all but matrix
     products and attention, whose results are kept (somewhat less memory, next to no more work)."""
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are summed over devices. bfloat16: half the bytes over the links, and less exact; each
+    device sums its own micro-batches in float32."""
     logits_chunk: PositiveInt | None = None
     """Tokens whose logits exist at the same time. None: 256 on a CPU, 8192 on a GPU."""
     threads: PositiveInt | None = None

@@ -207,6 +207,10 @@ class Runtime(ABC):
         """Returns the workers that cannot load the checkpoint, by name, each with what is wrong there."""
         return {}
 
+    async def device_memory(self) -> float | None:
+        """Returns the GiB that every device has free; None where it is not known, or makes no difference."""
+        return None
+
     @property
     def lost_devices(self) -> set[int]:
         """Devices whose worker or node is lost, and was not replaced."""

@@ -218,6 +218,7 @@ class ModelWorker(Role, ABC):
         self.algorithm = resolve_algorithm(recipe)
         shape = mesh_shape(recipe.train.parallel, context.size, role)
         self.mesh = mesh_of_worker(context, shape)
+        self.mesh.gradient_dtype = getattr(torch, recipe.train.gradient_dtype)
         self.progress = UpdateProgress()
         self.deferred = DeferredWrites(0)
         settings = recipe.model.model_copy(update={"path": path or recipe.model.path})

@@ -10,6 +10,7 @@ import ipaddress
 import socket
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -54,13 +55,16 @@ def interface_towards(address: str) -> str | None:
     source = source_address(address)
     if source is None:
         return None
+    if ":" in source:
+        return interface_of_ipv6(source)
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in names if address_of(name) == source), None)
 
 
 def source_address(address: str) -> str | None:
     """Own address by which the kernel routes to `address`. Connecting a datagram socket sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))
         except OSError:
@@ -78,6 +82,14 @@ def address_of(interface: str) -> str | None:
         except OSError:
             return None
     return socket.inet_ntoa(answer[NAME_BYTES + 4 : NAME_BYTES + 8])
+
+
+def interface_of_ipv6(address: str) -> str | None:
+    """Name of the interface that has this address."""
+    packed = ipaddress.IPv6Address(address.partition("%")[0]).packed.hex()
+    with suppress(OSError), open("/proc/net/if_inet6") as table:  # the address first and the name last on each line
+        return next((line.split()[-1] for line in table if line.startswith(packed)), None)
+    return None
 
 
 def open_store(address: str, timeout: timedelta) -> "TCPStore":

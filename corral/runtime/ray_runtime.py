@@ -22,6 +22,7 @@ from typing import Any
 from corral.child_process import describe_exit
 from corral.observe.run_files import write_atomically
 from corral.recipe.errors import RunError, UserError
+from corral.recipe.memory import GIB
 from corral.recipe.mesh import MeshShape
 from corral.recipe.placement import MESH_ROLES, Placement, check_ipc_of_gpus, role_mesh
 from corral.recipe.schema import Recipe
@@ -191,6 +192,11 @@ class RayRuntime(Runtime):
         workers: RayGroup[Worker] = self._group("worker", list(self.devices))
         problems = await workers.all(Worker.problem_with, checkpoint)
         return {name: problem for name, problem in zip(workers.names, problems, strict=True) if problem is not None}
+
+    async def device_memory(self) -> float | None:
+        workers: RayGroup[Worker] = self._group("worker", list(self.devices))
+        free = await workers.all(Worker.free_device_memory)
+        return min((size / GIB for size in free if size is not None), default=None)
 
     async def watch(self) -> None:
         watched = [node for node in self.nodes if node.address not in self.reported]

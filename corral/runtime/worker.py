@@ -134,6 +134,11 @@ class Worker:
         own = self.stores.get(rendezvous)
         return own or TCPStore(host, int(port), is_master=False, timeout=timeout)
 
+    def free_device_memory(self) -> int | None:
+        """Returns the bytes of the GPU that nothing has taken. None: the device is a CPU, which others use as well."""
+        is_cuda = self.context.device.type == "cuda"
+        return torch.cuda.mem_get_info(self.context.device)[0] if is_cuda else None
+
     def problem_with(self, checkpoint: Path) -> str | None:
         """Returns what is wrong with a checkpoint as this worker sees it, if anything is."""
         return problem_with(checkpoint, hashes=False)

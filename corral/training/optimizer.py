@@ -473,7 +473,7 @@ def sum_over_replicas(masters: list[MasterWeight], mesh: ProcessMesh) -> None:
     for master in wanted:
         if master.gradient is None:
             master.start_gradient()
-    mesh.sum_over_copies_([master.gradient for master in wanted if master.gradient is not None])
+    mesh.sum_over_copies_([one.gradient for one in wanted if one.gradient is not None], mesh.gradient_dtype)
 
 
 def total_norm(masters: list[MasterWeight], layout: ShardingLayout | None) -> Tensor:

@@ -28,6 +28,8 @@ class ProcessMesh:
 
     def __init__(self, shape: MeshShape, device: torch.device, rank: int, replicas: Replicas | None = None) -> None:
         self.shape, self.device, self.rank, self.replicas = shape, device, rank, replicas
+        self.gradient_dtype = torch.float32
+        """In which gradients are summed over devices."""
         self.groups: dict[str, dist.ProcessGroup] = {}
         """Groups by dimension, of those with more than one rank. Besides, where the model is sharded, `copy`: all ranks
         that hold one copy; `sharded`: those of them that hold the parts of one parameter; and with experts
@@ -156,10 +158,10 @@ class ProcessMesh:
         """Each tensor becomes its sum over the ranks of a dimension."""
         self._in_buckets(tensors, dimension, lambda flat, group: dist.all_reduce(flat, group=group))
 
-    def sum_over_copies_(self, tensors: Iterable[Tensor]) -> None:
-        """Each tensor becomes its sum over all copies of the model."""
+    def sum_over_copies_(self, tensors: Iterable[Tensor], dtype: torch.dtype = torch.float32) -> None:
+        """Each tensor becomes its sum over all copies of the model. `dtype`: in which they travel and are summed."""
         if (replicas := self.replicas) is not None:
-            self._reduce(tensors, replicas.sum_)
+            self._reduce(tensors, replicas.sum_, dtype)
 
     def copy_from_(self, tensors: Iterable[Tensor], copy: int) -> None:
         """Each tensor becomes that of another copy of the model."""
@@ -199,14 +201,16 @@ class ProcessMesh:
         if dimension in self.groups:
             self._reduce(tensors, lambda flat: collective(flat, self.groups[dimension]))
 
-    def _reduce(self, tensors: Iterable[Tensor], collective: Callable[[Tensor], Any]) -> None:
+    def _reduce(
+        self, tensors: Iterable[Tensor], collective: Callable[[Tensor], Any], dtype: torch.dtype | None = None
+    ) -> None:
         """Runs a collective on many small tensors, joined into few large ones on the mesh's device, in place."""
         remaining = deque(tensors)
         while remaining:
             bucket = [remaining.popleft()]
             while remaining and sum(tensor.numel() for tensor in bucket) < BUCKET:
                 bucket.append(remaining.popleft())
-            flat = torch.cat([tensor.reshape(-1).to(self.device) for tensor in bucket])
+            flat = torch.cat([tensor.reshape(-1).to(self.device, dtype) for tensor in bucket])
             collective(flat)
             for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
                 tensor.copy_(part.view_as(tensor))

@@ -1,7 +1,8 @@
 """A model made ready for its mesh: experts distributed, layers cut, and what is left of each parameter sharded (FSDP2).
 
 Ranks that hold one copy of the model together hold a part of every parameter. A layer's parts are gathered before it
-computes and dropped after it; gradients are summed in float32 to where the parts are. Losses are divided by counts of
+computes and dropped after it; gradients are summed to where the parts are, in float32 unless the recipe has another
+type (`train.gradient_dtype`). Losses are divided by counts of
 the whole update already, so gradients are added up and never averaged.
 """
 
@@ -103,7 +104,7 @@ class ShardedModel:
             mesh=self.mesh.by_expert if module in self.experts else self.mesh.dense,
             # What the root itself holds (embedding, head) is needed again at once, by the backward pass.
             reshard_after_forward=module is not self.root,
-            mp_policy=MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False),
+            mp_policy=MixedPrecisionPolicy(dtype, self.mesh.gradient_dtype, cast_forward_inputs=False),
             offload_policy=CPUOffloadPolicy(pin_memory=is_cuda) if offload else OffloadPolicy(),
         )
         # FSDP would average gradients over ranks; losses are divided by counts of the whole update already.

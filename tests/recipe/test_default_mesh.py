@@ -1,5 +1,6 @@
 """The mesh that a recipe has without writing one, and what it moves between devices."""
 
+import asyncio
 import itertools
 import json
 from dataclasses import replace
@@ -13,13 +14,18 @@ import pytest
 from conftest import Load
 from recipe_texts import QWEN_7B, QWEN_72B
 
+from corral.loop.components import with_mesh_for_devices
+from corral.observe.console import Console
 from corral.recipe.default_mesh import UNKNOWN
 from corral.recipe.errors import RecipeError
 from corral.recipe.link_traffic import Traffic, link_traffic
 from corral.recipe.memory import GIB
 from corral.recipe.mesh import MeshShape, deal_layers, other_ranks_of_token
+from corral.recipe.placement import resolve_meshes, resolve_placement
 from corral.recipe.plan import Plan, make_plan
+from corral.recipe.presets import resolve_algorithm
 from corral.recipe.shape import SMOLLM2_135M, ModelShape
+from corral.runtime.group import LocalRuntime
 
 FOUR_NODES = ("cluster.nodes=4", "cluster.devices_per_node=8")
 OF_80_GIB = (*FOUR_NODES, "cluster.device_memory=80", "train.gradient_checkpointing=true")
@@ -106,6 +112,23 @@ def test_where_it_is_not_known_what_a_device_holds_everything_is_sharded(load: L
         plan = make_plan(recipe, shape)
         assert plan.meshes["actor"] == MeshShape(shard=32)
         assert plan.mesh_reason == UNKNOWN
+
+
+@pytest.mark.parametrize(("free", "replicas"), [(80.0, 2), (None, 1)])
+def test_a_run_on_gpus_chooses_by_what_they_have_free(
+    load: Load, tiny_model: Path, capsys: pytest.CaptureFixture[str], free: float | None, replicas: int
+) -> None:
+    recipe = load("cluster.devices_per_node=2", f"model.path={tiny_model}")
+    runtime = LocalRuntime(recipe, resolve_placement(recipe, resolve_algorithm(recipe))[0])
+
+    async def device_memory() -> float | None:
+        return free
+
+    runtime.device_memory = device_memory  # type: ignore[method-assign]
+    chosen = asyncio.run(with_mesh_for_devices(recipe, runtime, Console()))
+    assert resolve_meshes(chosen, runtime.placement)["actor"].replicate == replicas
+    assert chosen.cluster == recipe.cluster
+    assert ("mesh: 2 replicas; whole copies" in capsys.readouterr().out) == (free is not None)
 
 
 def test_parameters_that_are_offloaded_are_sharded(load: Load) -> None:

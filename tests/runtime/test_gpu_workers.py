@@ -42,6 +42,14 @@ def test_torch_can_make_the_default_device_current(monkeypatch: pytest.MonkeyPat
     assert _get_device_index(default_device()) == 0  # as `torch.cuda.set_device` calls it
 
 
+def test_a_worker_knows_what_its_gpu_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(0, 1, "127.0.0.1", timeout_s=20.0)
+    assert worker.free_device_memory() is None  # a CPU's memory is not its own
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3, 4) if device == GPU else None)
+    worker.context.device = GPU
+    assert worker.free_device_memory() == 3
+
+
 class NcclWork:
     """A work of NCCL's, as Python sees it: an error has no type that it could be, and is raised by a wait with a limit
     only."""

@@ -82,7 +82,7 @@ def test_devices_that_nobody_uses_are_left_alone() -> None:
 
 
 def test_loopback_is_chosen_for_what_is_on_this_machine_only() -> None:
-    assert interface_towards("127.0.0.1") == "lo"
+    assert interface_towards("127.0.0.1") == interface_towards("::1") == "lo"
 
 
 @pytest.mark.parametrize("written", ["eth77", "=l", "lo,eth77"])

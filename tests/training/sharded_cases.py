@@ -1,6 +1,7 @@
 """What the tests of sharded training run on each of their processes, and what one process makes of the same."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
@@ -49,6 +50,16 @@ def mesh_of(shape: MeshShape | None) -> ProcessMesh | None:
         _, position = shape.place_in_copies(dist.get_rank())
         replicas.connect(dist.PrefixStore(f"{shape}/{position}", dist.distributed_c10d._get_default_store()))
     return ProcessMesh.build(shape, DEVICE, replicas=replicas)
+
+
+@contextmanager
+def mesh_with_gradients(shape: MeshShape, dtype: str) -> Iterator[ProcessMesh]:
+    """A mesh over which gradients are summed in this type."""
+    mesh = mesh_of(shape)
+    assert mesh is not None
+    mesh.gradient_dtype = getattr(torch, dtype)
+    yield mesh
+    mesh.gradient_dtype = torch.float32
 
 
 def build_model(family: str, dtype: torch.dtype = torch.float32) -> Any:

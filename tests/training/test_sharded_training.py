@@ -17,6 +17,7 @@ from sharded_cases import (
     data_rank,
     deviation,
     mesh_of,
+    mesh_with_gradients,
     on_mesh,
     own_packs,
     policy_of,
@@ -295,6 +296,19 @@ def test_offloaded_parameters_are_on_the_host(team: Teams) -> None:
 )
 def test_bfloat16_is_as_close_as_it_can_be(team: Teams, shape: MeshShape) -> None:
     check(team(2).run(on_mesh, shape, "llama", torch.bfloat16), alone("llama", torch.bfloat16), shape, tolerance=0.03)
+
+
+def on_mesh_with_gradients(shape: MeshShape, dtype: str) -> Outcome:
+    with mesh_with_gradients(shape, dtype):
+        return on_mesh(shape, "llama")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [MeshShape(replicate=2), MeshShape(shard=2)], ids=name)
+def test_gradients_travel_in_bfloat16_where_the_recipe_says_so(team: Teams, shape: MeshShape) -> None:
+    for outcome in team(2).run(on_mesh_with_gradients, shape, "bfloat16"):
+        assert 1e-4 < deviation(outcome.gradients, alone("llama").gradients) < 0.01  # 8 bits
+        assert outcome.norms == pytest.approx(alone("llama").norms, rel=0.01)
 
 
 # --- long trajectories
