@@ -178,9 +178,14 @@ def _advantages_of(part: AlgorithmPart[AdvantageDeclaration], batch: RewardedBat
         return found
     if part.declaration.needs.critic:
         raise TypeError(f"{part.name} needs a critic, so it must return Advantages, with the returns to train it on")
-    if len(found) == len(batch.groups) != len(batch.mask):
+    if (shape := ragged.shape_of(found)) == ragged.shape_of(batch.mask):
+        return _result(batch, found, found)
+    if shape == ragged.shape_of(batch.groups):
         return _per_sequence(batch, found)
-    return _result(batch, found, found)
+    raise TypeError(
+        f"{part.name} returned {shape}; advantages are a tensor of one number for each token, shaped like `batch.mask`, "
+        "or for each trajectory, shaped like `batch.groups`"
+    )
 
 
 @dataclass(frozen=True)

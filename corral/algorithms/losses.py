@@ -112,6 +112,11 @@ def policy_token_loss(part: AlgorithmPart[LossDeclaration], terms: PolicyTerms) 
         else ragged.only(terms.reference_logprobs, terms.mask),
     )
     found = part.declaration.function(terms, part.options)
+    if (loss := ragged.shape_of(found.loss if isinstance(found, TokenLoss) else found)) != ragged.shape_of(terms.mask):
+        raise TypeError(
+            f"{part.name} returned {loss}; a loss is a tensor of one number for each token, shaped like `terms.mask`: "
+            "`algorithm.aggregation` makes one number of them, so leave out .mean() and .sum()"
+        )
     if isinstance(found, TokenLoss):
         return found
     if part.declaration.trains_on_rows:  # nobody sampled them, so there is no ratio

@@ -27,6 +27,13 @@ else:
     torch = _LazyTorch()
 
 
+def shape_of(found: Any) -> str:
+    """What a user's function returned, in words: `one number`, `a tensor of shape [4, 2]`."""
+    if not isinstance(found, torch.Tensor):
+        return f"a {type(found).__name__}"
+    return f"a tensor of shape {list(found.shape)}" if found.dim() else "one number"
+
+
 def only(values: Tensor, mask: Tensor) -> Tensor:
     """`values` where the mask is True, 0 elsewhere, whatever stood there."""
     return values.masked_fill(~mask, 0)

@@ -27,7 +27,7 @@ from corral.recipe.errors import UserError, first_line
 from corral.recipe.placement import format_devices, resolve_placement
 from corral.recipe.presets import resolve_algorithm
 from corral.recipe.schema import HERE, Recipe
-from corral.recipe.shape import model_folder
+from corral.recipe.shape import base_model, model_folder
 
 SHORT_PROMPT, LONG_PROMPT = 256, 1536
 """Tokens, which are bytes, of the prompt of a question and of one that explains a game's rules."""
@@ -127,7 +127,7 @@ def small_model(recipe: Recipe, rehearsal: Rehearsal) -> dict[str, Any]:
 
 def read_config(path: str) -> dict[str, Any] | None:
     """Returns what is in a model's `config.json`, on this machine or the hub; None where it can be had from neither."""
-    folder = builtin_folder(path) or model_folder(path)
+    folder = builtin_folder(path := base_model(path)) or model_folder(path)
     with suppress(Exception):  # of the hub's client: no such model, no network, no access
         text = read_hub_file(path, "config.json") if folder is None else (folder / "config.json").read_text()
         config = json.loads(text)

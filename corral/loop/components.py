@@ -17,7 +17,7 @@ from corral.data.rows import Row, number_in
 from corral.data.sampler import RewardHistory, SampledSource, Sampler
 from corral.data.sources import PreparedPrompt, describe_skipped, load_part
 from corral.data.supervised import prepare_prompts
-from corral.loop.preflight import report_trial, rows_by_tag
+from corral.loop.preflight import report_trial, rows_by_tag, try_algorithm
 from corral.loop.sample_errors import ErrorReport
 from corral.model.builtin_models import needs_conversion
 from corral.model.lora import AdapterFolder
@@ -183,6 +183,7 @@ async def open_components(
 ) -> AsyncIterator[RunComponents]:
     """`until_stopped`: awaits calls of somebody's code, which may hang, unless the user asks the run to stop."""
     algorithm = resolve_algorithm(recipe)
+    try_algorithm(algorithm)
     placement, _ = resolve_placement(recipe, algorithm)
     async with AsyncExitStack() as closing, open_workers(recipe, placement, logs, console, lost_nodes) as runtime:
         if resume_from is not None and (blind := await runtime.find_blind(resume_from)):

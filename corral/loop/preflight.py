@@ -6,18 +6,32 @@ import asyncio
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from corral.algorithms.advantages import RewardedBatch, Turns, compute_advantages
+from corral.algorithms.declarations import (
+    ADVANTAGES,
+    LOSSES,
+    AdvantageDeclaration,
+    AlgorithmPart,
+    LossDeclaration,
+)
+from corral.algorithms.losses import PolicyTerms, policy_token_loss
 from corral.cluster.doctor.recipe_checks import checkpoint_bytes, num_kept
-from corral.data.plugins import is_broken_code
+from corral.data.plugins import error_line, is_broken_code
 from corral.data.rows import Row
 from corral.data.sources import load_part
 from corral.observe.trackers import check_trackers
 from corral.recipe.errors import RecipeError, UserError
 from corral.recipe.memory import human_bytes
 from corral.recipe.plan import Plan
+from corral.recipe.presets import ResolvedAlgorithm
 from corral.recipe.schema import Part, Recipe
 from corral.rewards.scorer_pool import ScorerPools
 from corral.runtime.worker import RewardWorker, environments_with_rewards
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NUM_ROWS = 100
 """Rows of each source that `corral plan --check` reads."""
@@ -25,7 +39,7 @@ NUM_ROWS = 100
 
 def check_here(plan: Plan, warn: Callable[[str], None]) -> list[str]:
     """Checks everything on this machine. Returns what was checked; raises all problems, one line for each."""
-    recipe, checked, problems = plan.recipe, list[str](), list[str]()
+    recipe, algorithm, checked, problems = plan.recipe, plan.algorithm, list[str](), list[str]()
 
     def check(what: str, look: Callable[[], None]) -> None:
         try:
@@ -42,12 +56,94 @@ def check_here(plan: Plan, warn: Callable[[str], None]) -> list[str]:
     check("data.train: the first rows", lambda: rows.extend(first_rows(recipe, "train", warn)))
     if recipe.data.validation is not None:
         check("data.validation: the first rows", lambda: rows.extend(first_rows(recipe, "validation", warn)))
+    if {algorithm.advantage.name, algorithm.loss.name} - ADVANTAGES.keys() - LOSSES.keys():
+        check("algorithm: called once with short trajectories", lambda: try_algorithm(algorithm))
     if recipe.needs_engine and rows:
         what = "environment and reward: called once with a row"
         check(what, lambda: report_trial(recipe, try_here(recipe, rows_by_tag(recipe, rows)), warn))
     if problems:
         raise RecipeError(problems)
     return checked
+
+
+def try_algorithm(algorithm: ResolvedAlgorithm) -> None:
+    """Calls a loss and an advantage of the user's once, with four short trajectories of two prompts, and takes a
+    gradient. Raises where that fails, or where what they return has another shape than it should."""
+    parts = [("advantage", algorithm.advantage, try_advantage), ("loss", algorithm.loss, try_loss)]
+    for kind, part, call in parts:
+        if part.declaration.name in ADVANTAGES | LOSSES:
+            continue
+        try:
+            call(part)
+        except Exception as error:
+            what = f"algorithm.{kind}: called once, with four short trajectories, it failed"
+            raise UserError(f"{what}: {error_line(error)}") from None
+
+
+LENGTHS, PROMPT = (5, 4, 6, 3), 2
+"""Tokens of each trajectory on which an algorithm is tried, and how many of them are its prompt's."""
+
+
+def try_advantage(part: AlgorithmPart[AdvantageDeclaration]) -> None:
+    import torch
+
+    mask, offsets, numbers = tokens_to_try()
+    ends = offsets[1:] - 1
+    rewards = torch.zeros(len(mask)).index_copy(0, ends, torch.tensor([1.0, 0.0, 0.5, 0.25]))
+    rows = torch.arange(len(LENGTHS))
+    found = compute_advantages(
+        part,
+        RewardedBatch(
+            token_rewards=rewards,
+            mask=mask,
+            offsets=offsets,
+            groups=rows // 2,
+            values=numbers * mask,
+            baselines=torch.full((len(LENGTHS),), 0.5),
+            teacher_lead=numbers * mask,
+            turns=Turns(ends, rows, torch.zeros_like(rows)),
+        ),
+    )
+    check_finite(found.advantages[mask])
+
+
+def try_loss(part: AlgorithmPart[LossDeclaration]) -> None:
+    import torch
+
+    mask, offsets, numbers = tokens_to_try()
+    logprobs, declared = (-1 - numbers).requires_grad_(), part.declaration
+    pairs = torch.arange(len(LENGTHS)) // 2
+    found = policy_token_loss(
+        part,
+        PolicyTerms(
+            logprobs=logprobs,
+            old_logprobs=-1.1 - numbers,
+            advantages=numbers - 0.3,
+            mask=mask,
+            offsets=offsets,
+            reference_logprobs=-1.2 - numbers if declared.needs_reference else None,
+            pairs=pairs if declared.trains_on_pairs else None,
+            is_chosen=torch.tensor([True, False, True, False]) if declared.trains_on_pairs else None,
+        ),
+    )
+    check_finite(found.loss[mask])
+    if not found.loss.requires_grad:
+        raise TypeError("no gradient comes back to `terms.logprobs`, so nothing would be trained")
+    check_finite(torch.autograd.grad(found.loss.sum(), logprobs)[0])
+
+
+def check_finite(values: "Tensor") -> None:
+    if not bool(values.isfinite().all()):
+        raise ValueError(f"not all numbers are finite: {values.tolist()}")
+
+
+def tokens_to_try() -> tuple["Tensor", "Tensor", "Tensor"]:
+    """Mask and offsets of the trajectories, and a number between 0 and 1 for each token."""
+    import torch
+
+    offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
+    mask = torch.cat([torch.arange(length) >= PROMPT for length in LENGTHS])
+    return mask, offsets, torch.linspace(0, 1, len(mask))
 
 
 def check_disk(plan: Plan, folder: Path, warn: Callable[[str], None]) -> None:

@@ -17,7 +17,7 @@ from corral.model.builtin_models import BLANK_VISION, BUILTIN_MODELS
 from corral.recipe.errors import RecipeError, UserError
 from corral.recipe.plan import Plan, make_plan
 from corral.recipe.schema import Model, Parallel, Recipe
-from corral.recipe.shape import ModelShape
+from corral.recipe.shape import ModelShape, base_model
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,12 @@ def choose_path(config: Any, path: str, implementation: str = "auto") -> ModelPa
 def find_path(model: Model) -> ModelPath | None:
     """How a model will be computed, by its `config.json`; None where there is none without a hub. Raises if the model
     is refused. Needs neither torch nor, for models with a fast path, transformers."""
-    if (name := model.path.lower()) in BUILTIN_MODELS:
+    source = base_model(model.path)
+    if (name := source.lower()) in BUILTIN_MODELS:
         written: dict[str, Any] = {"model_type": "qwen2_5_vl" if name == BLANK_VISION else "llama"}
     else:
         try:
-            written = json.loads((Path(model.path).expanduser() / "config.json").read_text())
+            written = json.loads((Path(source).expanduser() / "config.json").read_text())
         except (OSError, ValueError):
             return None  # a hub name, or what loading will complain of
         if not isinstance(written, dict):

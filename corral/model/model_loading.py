@@ -227,11 +227,14 @@ def load_adapter(loaded: Any, model: Model) -> None:
                 f"model.quantization: the adapter in {folder.path} was trained beside weights in "
                 f"{folder.quantization.bits} bits; set `model.quantization.bits: {folder.quantization.bits}`"
             )
+    trained = [parameter for parameter in loaded.parameters() if parameter.requires_grad]
     add_adapters(loaded, lora)
     if folder is not None:
         folder.load_into(loaded)
     if model.lora is None:
         merge_adapters(loaded)
+        for parameter in trained:  # adapters have frozen them
+            parameter.requires_grad_()
 
 
 def adapter_shape(lora: Lora) -> tuple[int, float]:

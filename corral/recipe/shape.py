@@ -83,6 +83,7 @@ class ModelShape:
         """Of a folder, a built-in model, or a hub name whose configuration is in the hub's cache here. UnknownShape for
         other hub names, since nothing is downloaded for a plan; and for a model without attention heads, or with other
         layers beside them (Mamba, RWKV, Jamba, Qwen3-Next), whose memory is not estimated."""
+        path = base_model(path)
         if path.lower() == "smollm2-135m-instruct":
             return SMOLLM2_135M
         if path.lower() == "blank-1m":
@@ -281,6 +282,17 @@ BLANK_1M = ModelShape(
     tie_word_embeddings=True,
 )
 BLANK_VISION_1M = replace(BLANK_1M, num_layers=3, vocab_size=263, qkv_bias=True, vision_parameters=213_000)
+
+
+def base_model(path: str) -> str:
+    """The model that an adapter in PEFT's layout belongs to, such as of a checkpoint with `model.lora`; any other path
+    as it is."""
+    file = Path(path).expanduser() / "adapter_config.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):  # no adapter, or what loading will complain of
+        return path
+    return found if isinstance(found, str) else path
 
 
 def model_folder(path: str) -> Path | None:

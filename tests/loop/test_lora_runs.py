@@ -16,10 +16,12 @@ from tiny_families import save_with_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from corral.api import checked_plan
 from corral.loop.train import evaluate
 from corral.observe.console import Console
 from corral.recipe.errors import RunError, UserError
 from corral.recipe.load import load_recipe
+from corral.recipe.shape import ModelShape
 from corral.rollout.native_engine import NativeEngine
 from corral.training.checkpoint import export_model
 from corral.training.native_trainer import NativePolicyTrainer
@@ -79,6 +81,17 @@ def test_the_reference_is_the_actor_without_adapters(tmp_path: Path, tiny_model:
     a_model = steps_here(folder(tmp_path, "b"), tiny_model, *LORA, *kl, f"reference.path={tiny_model}")
     assert [row["kl/mean"] for row in ours] == pytest.approx([row["kl/mean"] for row in a_model], abs=1e-6)
     assert ours[-1]["kl/mean"] > 0
+
+
+def test_a_checkpoint_with_adapters_is_gone_on_from_in_a_plan_a_run_and_an_evaluation(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    [checkpoint] = (train_here(tmp_path, tiny_model, *LORA, "schedule.steps=1") / "checkpoints").glob("step_*")
+    for lora in (LORA, ()):  # these very adapters, or a whole model that they are merged into
+        recipe = load_recipe(tmp_path / "recipe.yaml", [f"model.path={checkpoint}", *lora])
+        assert checked_plan(recipe).shape == ModelShape.read(str(tiny_model))
+        assert steps_here(tmp_path, checkpoint, *lora, f"name=again{len(lora)}", "schedule.steps=1")
+    assert evaluate(load_recipe(tmp_path / "recipe.yaml", VALIDATION), str(checkpoint), Console(io.StringIO()))
 
 
 def test_a_critic_has_adapters_too(tmp_path: Path, tiny_model: Path) -> None:

@@ -48,6 +48,27 @@ class Blocking(corral.BlockingEnv):
 
     def step(self, reply):
         return corral.StepResult([], 0.0, done=True)
+
+
+def mean_loss(terms):
+    return -(terms.advantages * terms.logprobs).mean()
+
+
+def loss_of_verl(terms):
+    return mean_loss(terms), 0.0, 0.0
+
+
+@corral.loss(trains_on_rows=False)
+def unfinished(terms, options):
+    return -terms.advantages * terms.logprobs.detach()
+
+
+def logarithm(terms):
+    return -terms.logprobs.log()
+
+
+def one_advantage(batch):
+    return batch.rewards.mean()
 """
 NO_WEIGHTS = "model.safetensors"
 
@@ -73,6 +94,11 @@ def train_with(folder: Path, overrides: Sequence[str]) -> None:
         ("environment.name={folder}/broken.py:Down", r"reset: ConnectionError: the server is down \(broken.py:16\)"),
         ("environment.name={folder}/broken.py:Blocking", r"ConnectionError: the game is gone \(broken.py:24\)"),
         ("data.train={path: '{folder}/rows.jsonl'}", r"rows.jsonl:2: not valid JSON"),
+        ("algorithm.loss={folder}/broken.py:mean_loss", "algorithm.loss: .* returned one number; a loss is a tensor of"),
+        ("algorithm.loss={folder}/broken.py:loss_of_verl", "returned a tuple; a loss is a tensor of one number for"),
+        ("algorithm.loss={folder}/broken.py:unfinished", "no gradient comes back to `terms.logprobs`"),
+        ("algorithm.loss={folder}/broken.py:logarithm", "not all numbers are finite"),
+        ("algorithm.advantage={folder}/broken.py:one_advantage", "returned one number; advantages are a tensor of"),
         ("logging.trackers=[swanlab]", r"names swanlab, which is not installed"),
     ],
 )
