@@ -183,8 +183,8 @@ def _advantages_of(part: AlgorithmPart[AdvantageDeclaration], batch: RewardedBat
     if shape == ragged.shape_of(batch.groups):
         return _per_sequence(batch, found)
     raise TypeError(
-        f"{part.name} returned {shape}; advantages are a tensor of one number for each token, shaped like `batch.mask`, "
-        "or for each trajectory, shaped like `batch.groups`"
+        f"{part.name} returned {shape}; advantages are a tensor of one number for each token, shaped like "
+        "`batch.mask`, or for each trajectory, shaped like `batch.groups`"
     )
 
 
