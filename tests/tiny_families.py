@@ -121,6 +121,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-longrope-short": ("phi3", longrope(64)),
     "phi3-longrope": ("phi3", longrope(8)),
     "starcoder2-nowindow": ("starcoder2", {"sliding_window": None}),
+    "phimoe-window20": ("phimoe", {"sliding_window": 20}),
+    "qwen2_moe-window20": ("qwen2_moe", {"sliding_window": 20, "use_sliding_window": True, "max_window_layers": 4}),
     "mistral-window8": ("mistral", {"sliding_window": WINDOW}),
     "qwen2-window8": (
         "qwen2",

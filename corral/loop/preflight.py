@@ -69,15 +69,16 @@ def check_here(plan: Plan, warn: Callable[[str], None]) -> list[str]:
 def try_algorithm(algorithm: ResolvedAlgorithm) -> None:
     """Calls a loss and an advantage of the user's once, with four short trajectories of two prompts, and takes a
     gradient. Raises where that fails, or where what they return has another shape than it should."""
-    parts = [("advantage", algorithm.advantage, try_advantage), ("loss", algorithm.loss, try_loss)]
-    for kind, part, call in parts:
-        if part.declaration.name in ADVANTAGES | LOSSES:
-            continue
-        try:
-            call(part)
-        except Exception as error:
-            what = f"algorithm.{kind}: called once, with four short trajectories, it failed"
-            raise UserError(f"{what}: {error_line(error)}") from None
+    kind = "advantage"
+    try:
+        if algorithm.advantage.name not in ADVANTAGES:
+            try_advantage(algorithm.advantage)
+        kind = "loss"
+        if algorithm.loss.name not in LOSSES:
+            try_loss(algorithm.loss)
+    except Exception as error:
+        what = f"algorithm.{kind}: called once, with four short trajectories, it failed"
+        raise UserError(f"{what}: {error_line(error)}") from None
 
 
 LENGTHS, PROMPT = (5, 4, 6, 3), 2

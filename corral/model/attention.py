@@ -6,7 +6,7 @@ engine's KV cache for decoding. The model's own code is the same in all cases, a
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -160,12 +160,73 @@ class _AttentionProbe:
 
 
 @torch.no_grad()
-def attention_layers(model: Any) -> dict[int, LayerAttention]:
+def attention_layers(
+    model: Any, run: Callable[[Callable[[], Tensor]], object] = lambda compute: compute()
+) -> dict[int, LayerAttention]:
     """What the model's layers ask of attention, by index. Seen and not read from the configuration, in which every
-    family has other names for it."""
+    family has other names for it. `run`: runs the forward pass of one token; a stage of a pipeline needs others for
+    it."""
     probe, token = _AttentionProbe(), torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)
-    forward_hidden(model, token, token, probe)
+    run(lambda: forward_hidden(model, token, token, probe))
     return probe.layers
+
+
+MASK_PROBE = "corral_mask_probe"
+
+
+@dataclass(frozen=True)
+class _MaskRule:
+    """What a mask of transformers' would be made by: whether a query (third) sees a key (fourth), by positions."""
+
+    sees: Callable[..., Tensor]
+
+    @property
+    def window(self) -> int | None:
+        """Number of last positions that a query far from the beginning sees; None: all."""
+        hidden, seen = -1, FAR
+        while seen - hidden > 1:
+            middle = (hidden + seen) // 2
+            if bool(self.sees(*(torch.tensor(index) for index in (0, 0, FAR, middle)))):
+                seen = middle
+            else:
+                hidden = middle
+        return FAR - seen + 1 if seen else None
+
+
+FAR = 2**40
+
+
+@torch.no_grad()
+def window_problem(model: Any, run: Callable[[Callable[[], Tensor]], object] = lambda compute: compute()) -> str | None:
+    """Says where a layer's mask, as transformers would make it, has another window than the one that the layer asks its
+    attention for, which gets no mask. Some families hand on one of the two only. `run`: as for `attention_layers`."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    by_mask: dict[int, int | None] = {}
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
+        if isinstance(attention_mask, _MaskRule):
+            by_mask[int(module.layer_idx)] = attention_mask.window
+        return corral_attention(module, query, key, value, None, **options)
+
+    AttentionInterface.register(MASK_PROBE, attend)
+    AttentionMaskInterface.register(MASK_PROBE, lambda *_, mask_function, **__: _MaskRule(mask_function))
+    model.set_attn_implementation(MASK_PROBE)
+    try:
+        layers = attention_layers(model, run)
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
+    for layer, window in by_mask.items():
+        if (asked := layers[layer].kernel.window) != window:
+            return (
+                f"by its mask, layer {layer} attends to {describe_window(window)}, and asks attention for "
+                f"{describe_window(asked)}"
+            )
+    return None
+
+
+def describe_window(window: int | None) -> str:
+    return "all tokens before" if window is None else f"the last {window} tokens"
 
 
 class TreeAttention:

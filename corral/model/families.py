@@ -66,6 +66,8 @@ FAST_TYPES = {model_type: family for family in FAMILIES for model_type in family
 VISION_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Types of models whose images were compared with transformers' own processor and forward pass (`vision.py`)."""
 
+WINDOW_OF_MASK = {"phimoe": "sliding_window", "qwen2_moe": "use_sliding_window"}
+"""Families that window their attention by a mask alone, and the key with which they do."""
 FAST_ROPE = ("default", "linear", "llama3", "yarn", "proportional", "dynamic", "longrope")
 """Rotary embeddings that depend on a token's position only; the last two do up to a length (`check_length`)."""
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -105,6 +107,8 @@ def choose_path(config: Any, path: str, implementation: str = "auto") -> ModelPa
         return ModelPath("general", "its attention is biased by position (ALiBi)")
     if layer_types := set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES:
         return ModelPath("general", f"layers of the type `{min(layer_types)}`")
+    if getattr(text, WINDOW_OF_MASK.get(model_type, ""), None):
+        return ModelPath("general", "its window is in a mask, and attention is not asked for it")
     return ModelPath("fast", family.name)
 
 

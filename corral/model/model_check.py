@@ -5,6 +5,7 @@ on wrong numbers without a word. A few short sequences are enough: a state that 
 position that is wrong moves log-probs by whole nats.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,13 +16,14 @@ import torch
 from torch import Tensor
 
 from corral.data.batch import TokenTree
-from corral.model.attention import ATTENTION_NAME, TreeAttention, forward_hidden
+from corral.model.attention import ATTENTION_NAME, TreeAttention, forward_hidden, window_problem
 from corral.model.fused_layers import fuse, unfuse
 from corral.model.general_forward import is_general, sequence_logits
 from corral.model.logprobs import OutputHead
 from corral.recipe.errors import UserError
 
 TOLERANCE = {torch.float32: 0.01, torch.float64: 0.01}
+REPORT = "; please report the model, and set `model.implementation: general` meanwhile"
 HALF_TOLERANCE = 0.3
 """Mean difference of log-probs in nats that rounding cannot explain: in half precision a tenth is usual."""
 
@@ -74,6 +76,8 @@ def check_model(model: Any) -> None:
     sequences = probe_sequences(model)
     expected = [plain_logprobs(model, sequence) for sequence in sequences]
     if not is_general(model):
+        if (window := window_problem(model)) is not None:
+            raise UserError(f"model.path: {model.config._name_or_path}: {window}{REPORT}")
         found = difference([packed_logprobs(model, sequences, expected[0].device)], expected)
         raise_if_packing_differs(model, found, model.dtype)
         return
@@ -94,6 +98,8 @@ def difference_on_stage(model: Any, device: torch.device, is_last: bool, through
     plain, packed = (plain_logprobs, packed_logprobs) if is_last else (plain_hidden, packed_hidden)
     expected = [through_stages(len(one), partial(plain, model, one, device)) for one in sequences]
     computed = through_stages(probe_tree(sequences).num_nodes, partial(packed, model, sequences, device))
+    if window_problem(model, lambda compute: through_stages(1, compute)) is not None:
+        return math.inf
     return difference([computed], expected) if is_last else 0.0
 
 
@@ -120,8 +126,7 @@ def packed_logprobs(model: Any, sequences: list[list[int]], device: torch.device
 
 def raise_if_packing_differs(model: Any, found: float, dtype: torch.dtype) -> None:
     """`dtype`: in which the model computes. Of a sharded one that is trained, it is not that of the parameters."""
-    problem = "packed sequences give other log-probs than transformers' own forward pass; please report the model, and "
-    problem += "set `model.implementation: general` meanwhile"
+    problem = f"packed sequences give other log-probs than transformers' own forward pass{REPORT}"
     raise_if_large(found, dtype, f"model.path: {model.config._name_or_path}: {problem}")
 
 

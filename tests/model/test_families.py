@@ -14,10 +14,13 @@ from tiny_families import (
     compare_folder,
     compare_trainer,
     config_of,
+    tiny_family_config,
     tiny_family_model,
 )
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from corral.model import families
+from corral.model.attention import ATTENTION_NAME, register, window_problem
 from corral.model.families import ENCODERS, FAMILIES, FAST_TYPES, check_length, checked_plan, choose_path, find_path
 from corral.model.model_check import check_model
 from corral.model.model_loading import load_model
@@ -34,6 +37,7 @@ NOT_BUILT = {
     "blt", "dbrx", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "musicgen", "musicgen_melody", "reformer",
 }  # fmt: skip
 COMPARED = {*QUICK, *MECHANISMS.values()}
+GENERAL_VARIANTS = {"phimoe-window20", "qwen2_moe-window20"}
 REFUSED = {
     **dict.fromkeys(ENCODERS, "is an encoder"),
     "cpmant": "not a causal model",
@@ -61,13 +65,37 @@ def check_right_or_refused(name: str, folder: Path) -> None:
             compare_folder(folder)
     else:
         found = compare_folder(folder)
-        assert found.path.kind == ("fast" if config_of(name).model_type in FAST_TYPES else "general")
+        is_fast = config_of(name).model_type in FAST_TYPES and name not in GENERAL_VARIANTS
+        assert found.path.kind == ("fast" if is_fast else "general")
         assert found.is_right, found
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_log_probs_and_gradients_are_those_of_transformers(name: str, folder: Path) -> None:
     check_right_or_refused(name, folder)
+
+
+@pytest.mark.parametrize("name", sorted(GENERAL_VARIANTS))
+def test_a_window_that_attention_is_not_asked_for_is_noticed(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is longer than the sequences that are compared when a model is loaded."""
+    monkeypatch.setattr(families, "WINDOW_OF_MASK", {})
+    save(name, folder)
+    with pytest.raises(UserError, match="layer 0 attends to the last 20 tokens, and asks attention for all"):
+        load_model(Model(path=str(folder), dtype="float32"), torch.device("cpu"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(FAST_TYPES))
+def test_attention_is_asked_for_the_windows_of_masks(name: str) -> None:
+    register()
+    for window in (20, 4000):
+        changes = {"sliding_window": window, "use_sliding_window": True}
+        known = {key: value for key, value in changes.items() if hasattr(config_of(name), key)}
+        config = tiny_family_config(name, **known)
+        problem = window_problem(tiny_family_model(config, attention=ATTENTION_NAME))
+        assert (problem is None) == (choose_path(config, name).kind == "fast"), problem
 
 
 @pytest.mark.slow
