@@ -160,13 +160,16 @@ class RewardHistory:
         self.curriculum, self.seed = curriculum, seed
         self.rows = np.zeros(num_rows, HISTORY)
 
-    def record(self, row: int, rewards: Sequence[float]) -> None:
-        """Adds the rewards of the samples of one prompt."""
+    def record(self, row: int, rewards: Sequence[float], has_all: bool) -> None:
+        """Adds the rewards of the samples of one prompt. `has_all`: none of them has failed. Else it is not known
+        whether all would have been solved, or none: an outage of a judge is no reason to skip a row."""
         if not rewards:
             return
         known, curriculum = self.rows[row], self.curriculum
         known["reward"] += sum(rewards)
         known["samples"] += len(rewards)
+        if not has_all:
+            return
         known["solved"] = known["solved"] + 1 if min(rewards) >= curriculum.solved_reward else 0
         known["failed"] = known["failed"] + 1 if max(rewards) <= curriculum.failed_reward else 0
 

@@ -49,8 +49,9 @@ class RolloutResult:
     """Trajectories left out because all rewards of their group were equal (dynamic sampling)."""
     errors: ErrorCounts = field(default_factory=ErrorCounts)
     """What failed of all that was rolled out, also of what was left out."""
-    row_rewards: list[tuple[int, list[float]]] = field(default_factory=list)
-    """For each prompt its row and the rewards of its samples, also of groups that dynamic sampling leaves out."""
+    row_rewards: list[tuple[int, list[float], bool]] = field(default_factory=list)
+    """For each prompt its row, the rewards of its samples without those that failed, and whether none has; also of
+    groups that dynamic sampling leaves out."""
     rounds: int = 1
 
     @classmethod
@@ -209,8 +210,8 @@ def collect(groups: Sequence[PromptGroup], rounds: int) -> RolloutResult:
         for trajectory in answered:
             is_dropped = trajectory.is_dropped or (greedy is not None and greedy.is_dropped)
             (result.dropped if is_dropped else result.trajectories).append(trajectory)
-        rewards = [trajectory.reward for trajectory in answered if not trajectory.is_dropped]
-        result.row_rewards += [(answered[0].row, rewards)] if rewards else []
+        judged = [one.reward for one in answered if not one.is_dropped and one.error is None]
+        result.row_rewards += [(answered[0].row, judged, len(judged) == len(trajectories))] if judged else []
         if not answered:
             result.failed.append(group.prompt_id)
         result.unanswered += [trajectory for trajectory in trajectories if not trajectory.num_generated]

@@ -185,8 +185,8 @@ def record_step(
         metrics |= step_metrics(rollout, batch, run.recipe.batch.samples_per_prompt)
     metrics |= source_metrics(rollout, run.parts)
     if run.parts.history is not None:
-        for row, rewards in rollout.row_rewards:
-            run.parts.history.record(row, rewards)
+        for row_rewards in rollout.row_rewards:
+            run.parts.history.record(*row_rewards)
         metrics["samples/skipped"] = float(run.ledger.num_dropped(run.step, SKIP_REASONS))
         metrics["samples/retired_rows"] = float(run.parts.history.num_retired)
     if run.parts.algorithm.mask_truncated or run.parts.algorithm.mask_mean_reward:

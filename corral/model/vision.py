@@ -35,7 +35,7 @@ class VisionInputs:
 
     def _pixels(self, data: bytes) -> tuple[Tensor, Tensor]:
         """(patches [patches, values], their grid [1, 3])"""
-        made = self.processor(images=[open_image(data).convert("RGB")], return_tensors="pt")
+        made = self.processor(images=[open_image(data)], return_tensors="pt")
         return made["pixel_values"], made["image_grid_thw"]
 
     def expand(self, tokens: Sequence[int], images: Sequence[bytes]) -> list[int]:
@@ -72,15 +72,19 @@ def runs_of_ids(tokens: Sequence[int]) -> list[int]:
 
 
 def open_image(data: bytes) -> Any:
-    """The decoded image. Raises ValueError if it cannot be read."""
+    """The decoded image in RGB, upright as its EXIF data says, on white where it is transparent: as vLLM and Qwen's own
+    utilities read it. Raises ValueError if it cannot be read."""
     try:
-        from PIL import Image
+        from PIL import Image, ImageOps
     except ImportError as error:
         raise UserError("images need Pillow: pip install pillow") from error
     try:
-        image = Image.open(io.BytesIO(data))
-        image.load()  # now, and not in the forward pass, where a file that is cut off would fail others with it
-        return image
+        # Now, and not in the forward pass, where a file that is cut off would fail others with it.
+        image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+        if image.has_transparency_data:
+            white = Image.new("RGBA", image.size, "white")
+            image = Image.alpha_composite(white, image.convert("RGBA"))
+        return image.convert("RGB")
     except Exception as error:  # of many kinds, by format
         raise ValueError(f"an image of {len(data)} bytes cannot be read: {error}") from error
 

@@ -47,7 +47,9 @@ The student's answer:
 Is it right and complete? Explain in one sentence, then write a last line `Score: N`, with N from 0 (wrong) to
 10 (right).
 """
-PATTERN = r"(?i)score:\s*\**\s*(-?\d+(?:\.\d+)?)"
+PATTERN = r"(?i)score[\s*_`\"']*[:=][\s*_`\"']*(-?\d+(?:[.,]\d+)?)"
+OF = re.compile(r"[*_`\"']*\s*(?:/|out of|of)\s*(\d+(?:\.\d+)?)")
+"""What may follow a score: `/ 10`."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 20.0
 """Pause before the second attempt, and the longest one; each attempt doubles it."""
 NUM_CLIENTS = 32
@@ -258,9 +260,11 @@ class Judge:
         matches = list(re.finditer(self.settings.pattern, text))
         low, high = self.settings.lowest, self.settings.highest
         try:
-            number = float(matches[-1][1])
+            number = float(str(matches[-1][1]).replace(",", "."))
         except (LookupError, ValueError, TypeError):
             raise NoJudgement(f"no score in the judge's answer: {text[-200:]!r}") from None
+        if (scale := OF.match(text, matches[-1].end(1))) and float(scale[1]) != high:
+            raise NoJudgement(f"the judge's score {number:g} is one of {scale[1]}, and not of {high:g}")
         if not low <= number <= high:
             raise NoJudgement(f"the judge's score {number:g} is not from {low:g} to {high:g}")
         return (number - low) / (high - low)

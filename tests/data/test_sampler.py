@@ -180,34 +180,44 @@ def at(row: int, prompt_id: int = 0) -> SampledPrompt:
 
 def test_rows_are_skipped_once_all_samples_were_solved_or_failed_often_enough_in_a_row() -> None:
     history = RewardHistory(Curriculum(skip_solved=2, skip_failed=1), num_rows=3, seed=0)
-    history.record(0, [1.0, 1.0])
+    history.record(0, [1.0, 1.0], has_all=True)
     assert history.reason_to_skip(at(0)) is None
-    history.record(0, [1.0, 0.5])  # not in a row
-    history.record(0, [1.0, 1.0])
+    history.record(0, [1.0, 0.5], has_all=True)  # not in a row
+    history.record(0, [1.0, 1.0], has_all=True)
     assert history.reason_to_skip(at(0)) is None
-    history.record(0, [1.0, 2.0])
-    history.record(1, [0.0, -1.0])
+    history.record(0, [1.0, 2.0], has_all=True)
+    history.record(1, [0.0, -1.0], has_all=True)
     assert [history.reason_to_skip(at(row)) for row in range(3)] == [SOLVED, FAILED, None]
     assert (history.num_retired, history.bring_back_if_none_is_left()) == (2, False)
-    history.record(2, [0.0])
+    history.record(2, [0.0], has_all=True)
     assert history.bring_back_if_none_is_left()
     assert [history.reason_to_skip(at(row)) for row in range(3)] == [None, None, None]
 
 
+def test_samples_that_failed_neither_retire_a_row_nor_keep_it() -> None:
+    history = RewardHistory(Curriculum(skip_solved=2, skip_failed=1), num_rows=2, seed=0)
+    history.record(0, [1.0, 1.0], has_all=True)
+    history.record(0, [0.0], has_all=False)
+    history.record(1, [0.0], has_all=False)
+    assert history.num_retired == 0
+    history.record(0, [1.0, 1.0], has_all=True)
+    assert history.reason_to_skip(at(0)) == SOLVED
+
+
 def test_rows_outside_of_the_range_are_drawn_in_a_fraction_of_the_epochs() -> None:
     history = RewardHistory(Curriculum(mean_reward=(0.25, 0.75), others=0.2), num_rows=3, seed=0)
-    history.record(0, [1.0, 1.0, 0.0, 0.0])
-    history.record(1, [1.0, 1.0, 1.0, 0.0, 1.0])
+    history.record(0, [1.0, 1.0, 0.0, 0.0], has_all=True)
+    history.record(1, [1.0, 1.0, 1.0, 0.0, 1.0], has_all=True)
     for row, expected in ((0, 0.0), (1, 0.8), (2, 0.0)):  # the last is not known yet
         skipped = [history.reason_to_skip(at(row, prompt_id)) for prompt_id in range(1000)]
         assert sum(one == OUTSIDE for one in skipped) / 1000 == pytest.approx(expected, abs=0.03)
-    history.record(1, [0.0] * 3)  # now 0.5
+    history.record(1, [0.0] * 3, has_all=True)  # now 0.5
     assert history.reason_to_skip(at(1)) is None
 
 
 def test_a_reward_history_survives_a_checkpoint(tmp_path: Path) -> None:
     first = RewardHistory(Curriculum(mean_reward=(0.2, 0.8)), num_rows=2, seed=0)
-    first.record(1, [0.1, 0.2])
+    first.record(1, [0.1, 0.2], has_all=True)
     first.save(tmp_path)
     again = RewardHistory(Curriculum(mean_reward=(0.2, 0.8)), num_rows=2, seed=0)
     again.load(tmp_path)

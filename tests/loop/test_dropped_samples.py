@@ -154,11 +154,12 @@ def test_a_curriculum_knows_the_rewards_of_filtered_groups_but_none_of_dropped_s
     for one in trajectories[:5]:
         one.turn_rewards = [(one.turn_rewards[0][0], 1.0)]
     trajectories[7].is_dropped = True
+    trajectories[8].error = "the judge did not answer"  # and `on_error` gave it a number
     result = collect([group_of(trajectories[:5]), group_of(trajectories[5:])], 1)
     drop_zero_variance_groups(result, None)
     assert result.zero_variance == [0]
-    others = [one.reward for place, one in enumerate(trajectories) if place >= 5 and place != 7]
-    assert result.row_rewards == [(0, [1.0] * 5), (1, others)]
+    others = [one.reward for place, one in enumerate(trajectories) if place >= 5 and place not in (7, 8)]
+    assert result.row_rewards == [(0, [1.0] * 5, True), (1, others, False)]
 
 
 def test_a_prompt_whose_greedy_answer_has_no_reward_is_dropped_as_a_whole() -> None:

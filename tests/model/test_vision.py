@@ -21,6 +21,7 @@ from transformers import (
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
 )
+from transformers.image_utils import load_image
 
 from corral.data.batch import Batch, Trajectory
 from corral.data.images import decode_tokens, for_api, image_id, images_by_id
@@ -30,6 +31,7 @@ from corral.envs.base import EnvSet
 from corral.envs.chat_endpoint import read_message
 from corral.model.builtin_models import BLANK_VISION_SHAPE, save_blank_vision_model
 from corral.model.model_loading import load_model, load_tokenizer
+from corral.model.vision import open_image
 from corral.observe.run_files import read_metrics
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Data, Environment, Model, Optimizer, Reward, Rollout, Source
@@ -142,6 +144,22 @@ class Plain:
             inputs["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(added).int()], 1)
         logits = self.model(**inputs, use_cache=False).logits[0, -len(completion) - 1 : -1]
         return logits.log_softmax(-1).gather(1, added[0][:, None])[:, 0]
+
+
+def test_pictures_are_upright_and_on_white() -> None:
+    """As transformers' `load_image` turns them; on white as in Qwen's own utilities and vLLM."""
+    turned, exif = Image.effect_noise((100, 40), 80).convert("RGB"), Image.Exif()
+    exif[0x0112] = 6
+    file = io.BytesIO()
+    turned.save(file, "PNG", exif=exif)
+    opened = open_image(file.getvalue())
+    assert opened.size == (40, 100)
+    assert np.array_equal(opened, load_image(base64.b64encode(file.getvalue()).decode()))
+    for mode, color in (("RGBA", (255, 0, 0, 0)), ("LA", (0, 0))):
+        file = io.BytesIO()
+        Image.new(mode, (3, 2), color).save(file, "PNG")
+        assert np.array_equal(open_image(file.getvalue()), np.full((2, 3, 3), 255))
+
 
 
 def rendered(tokenizer: Any, messages: list[Message]) -> list[int]:

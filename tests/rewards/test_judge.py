@@ -118,7 +118,10 @@ def test_the_key_comes_from_the_named_variable(judged: Callable[..., Any], monke
     assert endpoint.headers[0]["Authorization"] == "Bearer secret-7"
 
 
-@pytest.mark.parametrize("first", [(500, "broken"), (429, "later"), (200, "I can't say."), (200, "Score: 70")])
+@pytest.mark.parametrize(
+    "first",
+    [(500, "broken"), (429, "later"), (200, "I can't say."), (200, "Score: 70"), (200, "Score: 3/5")],
+)
 def test_what_may_be_better_later_is_asked_again(judged: Callable[..., Any], first: Answer) -> None:
     endpoint, pool = judged(lambda n: first if n == 1 else (200, "Score: 2"))
     [score] = score_all(pool, ["x"])
@@ -126,6 +129,16 @@ def test_what_may_be_better_later_is_asked_again(judged: Callable[..., Any], fir
     assert score.metrics["judge_calls"] == 2
     assert score.metrics["judge_errors"] == 1
     assert endpoint.times[1] - endpoint.times[0] > 0.3
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [("**Score**: 6", 0.6), ("Score: 7,5", 0.75), ("__Score:__ `8` / 10", 0.8), ("score = 9 out of 10.", 0.9)],
+)
+def test_a_score_is_read_as_it_is_meant(judged: Callable[..., Any], text: str, reward: float) -> None:
+    _, pool = judged(lambda n: (200, text))
+    [score] = score_all(pool, ["x"])
+    assert (score.reward, score.metrics["judge_calls"]) == (pytest.approx(reward), 1)
 
 
 def test_nonsense_costs_the_sample_after_its_attempts(judged: Callable[..., Any]) -> None:
