@@ -161,7 +161,6 @@ def test_pictures_are_upright_and_on_white() -> None:
         assert np.array_equal(open_image(file.getvalue()), np.full((2, 3, 3), 255))
 
 
-
 def rendered(tokenizer: Any, messages: list[Message]) -> list[int]:
     return render_prompt(tokenizer, Row(messages, None, "", {}), chat=True)
 
