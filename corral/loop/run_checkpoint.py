@@ -93,7 +93,7 @@ async def save(
                 parts.reference_cache.save(work)
             parts.tokenizer.save_pretrained(work)
             if parts.tokenizer.vision is not None:
-                parts.tokenizer.vision.processor.save_pretrained(work)
+                parts.tokenizer.vision.save(work)
             writers: dict[str, Sequence[int]] = {}
             groups = [trainers.group for trainers in (parts.actor, parts.critic) if trainers is not None]
             for group in groups:

@@ -6,8 +6,10 @@ computes positions of two dimensions. Everything else is the model's own code.
 """
 
 import io
+import shutil
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,17 +18,28 @@ from torch import Tensor
 from corral.data.images import image_id
 from corral.model.families import VISION_TYPES
 from corral.recipe.errors import UserError
+from corral.recipe.shape import model_folder
 
+OF_VIDEOS = "video_preprocessor_config.json"
+"""transformers' and vLLM's processor of the model needs it as well, for images, too."""
 NUM_KEPT = 64
 """Images whose pixels are kept: the samples of a prompt come one after the other."""
 
 
 class VisionInputs:
-    def __init__(self, config: Any, processor: Any) -> None:
-        self.processor = processor
+    def __init__(self, config: Any, processor: Any, source: str) -> None:
+        """`source`: the folder or hub name that the processor is from."""
+        self.processor, self.source = processor, source
         self.image_token = int(config.image_token_id)
         self.placeholders = [self.image_token, int(config.video_token_id)]
         self.pixels = lru_cache(NUM_KEPT)(self._pixels)
+
+    def save(self, folder: Path) -> None:
+        """Writes what others need to read images as this model does, and what its source says of videos."""
+        self.processor.save_pretrained(folder)
+        own = model_folder(self.source)
+        if own is not None and (own / OF_VIDEOS).is_file():
+            shutil.copyfile(own / OF_VIDEOS, folder / OF_VIDEOS)
 
     def num_tokens(self, data: bytes) -> int:
         image = open_image(data)
@@ -99,4 +112,4 @@ def load_vision(config: Any, source: str) -> VisionInputs | None:
         processor = AutoImageProcessor.from_pretrained(source)
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"model.path: no image processor could be loaded from {source}: {error}") from error
-    return VisionInputs(config, processor)
+    return VisionInputs(config, processor, source)

@@ -236,7 +236,10 @@ def export_merged(checkpoint: Path, out: Path, dtype: str) -> None:
     name = str(stored or "float32").removeprefix("torch.")
     settings = Model.model_validate({"path": str(checkpoint), "dtype": name})
     load_model(settings, torch.device("cpu")).save_pretrained(out)
-    load_tokenizer(settings).save_pretrained(out)
+    tokenizer = load_tokenizer(settings)
+    tokenizer.save_pretrained(out)
+    if tokenizer.vision is not None:
+        tokenizer.vision.save(out)
 
 
 def convert_weights(folder: Path, dtype: torch.dtype) -> None:

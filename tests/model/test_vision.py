@@ -13,6 +13,7 @@ import torch
 from commands import corral
 from deadlines import within
 from PIL import Image
+from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -30,17 +31,19 @@ from corral.data.sources import render_prompt
 from corral.envs.base import EnvSet
 from corral.envs.chat_endpoint import read_message
 from corral.model.builtin_models import BLANK_VISION_SHAPE, save_blank_vision_model
+from corral.model.lora import as_peft, peft_names, write_adapter_config
 from corral.model.model_loading import load_model, load_tokenizer
-from corral.model.vision import open_image
+from corral.model.vision import OF_VIDEOS, open_image
 from corral.observe.run_files import read_metrics
 from corral.recipe.errors import UserError
-from corral.recipe.schema import Data, Environment, Model, Optimizer, Reward, Rollout, Source
+from corral.recipe.schema import Data, Environment, Lora, Model, Optimizer, Reward, Rollout, Source
 from corral.recipe.shape import ModelShape
 from corral.rewards.scorer_pool import InProcessScorer
 from corral.rollout.chat_rendering import ChatRenderer
 from corral.rollout.driver import Prompt, RolloutDriver
 from corral.rollout.engine import Completion, Sampling
 from corral.rollout.native_engine import NativeEngine
+from corral.training.checkpoint import export_merged
 from corral.training.native_trainer import NativePolicyTrainer
 
 TEXT = {**BLANK_VISION_SHAPE["text_config"], "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
@@ -292,6 +295,19 @@ def test_an_image_that_is_cut_off_is_refused_before_it_is_computed_with(model_sp
         rendered(tokenizer, [cut])
     with pytest.raises(ValueError, match="cannot be read"):  # which costs an environment its trajectory, and no more
         ChatRenderer(tokenizer, chat=True).continuation([cut], ended=True)
+
+
+def test_an_adapter_beside_a_model_of_images_is_exported_with_what_reads_them(tmp_path: Path) -> None:
+    save_blank_vision_model(tmp_path / "base")
+    (tmp_path / "base" / OF_VIDEOS).write_text('{"video_processor_type": "Qwen2VLVideoProcessor"}')
+    adapted = load_model(Model(path=str(tmp_path / "base"), lora=Lora(rank=2), dtype="float32"), torch.device("cpu"))
+    write_adapter_config(adapted, tmp_path / "step")
+    own = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    stored = {peft: as_peft(name, own[name]).contiguous() for name, peft in peft_names(own).items()}
+    save_file(stored, tmp_path / "step" / "adapter_model.safetensors")
+    export_merged(tmp_path / "step", tmp_path / "out", "float32")
+    assert load_tokenizer(Model(path=str(tmp_path / "out"))).vision is not None
+    assert (tmp_path / "out" / OF_VIDEOS).read_text() == (tmp_path / "base" / OF_VIDEOS).read_text()
 
 
 def test_a_model_of_text_refuses_images(tiny_model: Path) -> None:
