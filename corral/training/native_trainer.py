@@ -45,7 +45,7 @@ from corral.model.lora import (
 from corral.model.model_check import check_model, difference_on_stage, probe_sequences, raise_if_packing_differs
 from corral.model.model_parallel import ContextParallelAttention, distribute_tree, reduce_from_group
 from corral.model.router_balance import RouterBalance
-from corral.recipe.errors import UserError
+from corral.recipe.errors import RunError, UserError
 from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import LOGITS_CHUNK, GradientCheckpointing, Optimizer
 from corral.training.activations import LayerActivations
@@ -313,6 +313,17 @@ class _NativeTrainer:
                 weight = merged_weight(weight, a, b, adapted[name].scale, adapted[name].is_transposed)
             yield name, weight
 
+    @torch.no_grad()
+    def _check_finite(self) -> None:
+        """Raises, on all ranks, where a trained weight is not a finite number: such a model is not to be kept."""
+        trained = {name: local_tensor(p) for name, p in self.model.named_parameters() if p.requires_grad}
+        largest = torch._foreach_norm([one for one in trained.values() if one.numel()], float("inf"))
+        is_finite = torch.stack([norm.float() for norm in largest]).isfinite() if largest else torch.ones(1).bool()
+        if self.mesh.any(not bool(is_finite.all())):
+            bad = [name for name, weight in trained.items() if not bool(weight.isfinite().all())]
+            own = f", here {len(bad)} of {len(trained)} tensors, such as {bad[0]}" if bad else ", on another device"
+            raise RunError(f"weights are not finite{own}: no checkpoint is made of them")
+
     @contextmanager
     def _deferring(self, deferred: DeferredWrites | None) -> Iterator[None]:
         """What is taken by `deferred` within it is copied from its end on, until the next update waits for that."""
@@ -455,6 +466,7 @@ class NativePolicyTrainer(_NativeTrainer):
 
     def save(self, folder: Path, writers: Sequence[int] | None = None, deferred: DeferredWrites | None = None) -> None:
         """Writes the model in Hugging Face layout, or its adapters in PEFT's, and the optimizer into `actor/`."""
+        self._check_finite()
         write = write_adapters if has_adapters(self.model) else write_pretrained
         with self._deferring(deferred):
             write(self.model, self.layout, folder, writers, deferred)
@@ -503,6 +515,7 @@ class NativeValueTrainer(_NativeTrainer):
 
     def save(self, folder: Path, writers: Sequence[int] | None = None, deferred: DeferredWrites | None = None) -> None:
         """Writes model and optimizer into `critic/`."""
+        self._check_finite()
         parameters = dict(self.model.named_parameters())
         kinds = {name: self.layout.kinds[name] for name in self.layout.trained}
         tensors = ((name, self.layout.gather_weight(name, parameters.get(name))) for name in kinds)

@@ -10,6 +10,7 @@ from torch import Tensor
 from trajectories import small_batch
 
 from corral.data.batch import Pack
+from corral.recipe.errors import RunError
 from corral.training.trainer import PolicyTrainer, ValueTrainer
 
 MakePolicy = Callable[[Path | None], PolicyTrainer]
@@ -104,6 +105,16 @@ def what_is_not_finite_never_reaches_the_weights(make: MakePolicy, folder: Path)
     assert changed(policy, before)
 
 
+def weights_that_are_not_finite_are_not_saved(make: MakePolicy, folder: Path) -> None:
+    policy = make(None)
+    for _, weight in policy.weights():
+        weight.view(-1)[0] = math.inf
+        break
+    with pytest.raises(RunError, match=r"weights are not finite, here 1 of \d+ tensors, such as .*embed"):
+        policy.save(folder / "bad")
+    assert not (folder / "bad").exists()
+
+
 def weights_are_whole_and_of_the_stated_dtype(make: MakePolicy, folder: Path) -> None:
     policy = make(None)
     weights = weights_of(policy)
@@ -158,6 +169,7 @@ POLICY_CONTRACT = [
     gradients_add_up_and_are_scaled,
     zero_grad_drops_gradients_and_bad_losses,
     what_is_not_finite_never_reaches_the_weights,
+    weights_that_are_not_finite_are_not_saved,
     weights_are_whole_and_of_the_stated_dtype,
     a_policy_resumes_to_the_last_bit,
 ]
