@@ -2,28 +2,28 @@
 something else without anybody noticing.
 
 Every key of the recipe that changed is reported, old and new. `ON_RESUME` says which changes are taken, and which are
-refused because they make it another experiment. Files that the recipe names are compared by their content: their hashes
-are in the run's `inputs.json`, so that an edited reward function is a change, and a folder that was moved is none.
+refused because they make it another experiment. Compared is what the checkpoint was trained with, which stands in its
+`state.json`: a start that failed, or was refused, has trained nothing. Files that the recipe names are compared by
+their content, so that an edited reward function is a change, and a folder that was moved is none.
 """
 
 import glob
 import hashlib
 import importlib.util
 import inspect
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from corral.data.plugins import IN_MEMORY, is_spec, is_users_file, load_object
-from corral.observe.run_files import write_atomically
 from corral.observe.run_folder import latest_recipe
 from corral.recipe.document import show
 from corral.recipe.errors import UserError
 from corral.recipe.keys import KeyPath, dotted, pattern_of
 from corral.recipe.load import load_recipe
 from corral.recipe.schema import Recipe
+from corral.training.checkpoint import read_state
 
 Rule = Literal["refused", "taken", "not compared"]
 
@@ -70,7 +70,6 @@ NAMES_FILES = ("path", "name", "chat_template")
 """Keys whose values may be files, as may all options."""
 MODEL_FILES = (".json", ".jinja", ".model", ".txt", ".safetensors", ".bin", ".py")
 MAX_PATH_CHARACTERS = 4000
-INPUTS = "inputs.json"
 HASHED_BYTES = 64 << 20
 """So much of all files of a key is read: a large file is hashed in blocks from its beginning to its end."""
 BLOCK_BYTES = 64 << 10
@@ -102,21 +101,20 @@ def rule_for(path: KeyPath) -> Rule:
     return next(rule for end in range(len(path), 0, -1) if (rule := ON_RESUME.get(dotted(path[:end]))) is not None)
 
 
-def find_changes(run: Path, recipe: Recipe) -> tuple[list[RecipeChange], str | None]:
-    """The changes since the run in that folder was trained, and what could not be compared, if anything."""
-    written = latest_recipe(run)
-    if written is None:
+def find_changes(checkpoint: Path, recipe: Recipe) -> tuple[list[RecipeChange], str | None]:
+    """The changes since the checkpoint was trained, and what could not be compared, if anything."""
+    run, known = checkpoint.resolve().parents[1], read_state(checkpoint).get("trained_with", {})
+    written = run / known["recipe"] if "recipe" in known else latest_recipe(run)
+    if written is None or not written.is_file():
         return [], f"{run} has no recipe to compare with: nobody knows what has changed since"
     try:
         old, new = flat(load_recipe(written)), flat(recipe)
     except UserError as error:
         return [], f"{written} can't be compared with this recipe, since it was written for another release: {error}"
-    note = None
-    try:
-        old_hashes: dict[str, str] = json.loads((run / INPUTS).read_text())
-    except (OSError, ValueError):
+    note, old_hashes = None, known.get("files")
+    if old_hashes is None:
+        note = f"{checkpoint} does not say what files contained: whether the recipe's were edited since is not known"
         old_hashes = {}
-        note = f"{run} has no {INPUTS}: whether files that the recipe names were edited since is not known"
     new_hashes = hash_inputs(recipe)
     found = []
     for path in sorted(old.keys() | new.keys()):
@@ -165,9 +163,9 @@ def how_to_go_on(run: Path, step: int) -> str:
     return f"`schedule.steps={2 * step}` trains it further, `name={run.name}-2` begins another run"
 
 
-def write_inputs(run: Path, recipe: Recipe) -> None:
-    """Keeps what the files that the recipe names contain now."""
-    write_atomically(run / INPUTS, json.dumps(hash_inputs(recipe), indent=1))
+def trained_with(recipe_file: Path, recipe: Recipe) -> dict[str, Any]:
+    """What checkpoints keep of it: the recipe's file in the run's folder, and hashes of the files that it names."""
+    return {"recipe": recipe_file.name, "files": hash_inputs(recipe)}
 
 
 def flat(recipe: Recipe) -> dict[KeyPath, Any]:

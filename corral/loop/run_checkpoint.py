@@ -78,6 +78,7 @@ async def save(
         "step": step,
         "num_steps": parts.num_steps,
         "seed": parts.recipe.seed,
+        "trained_with": folder.trained_with,
         "dtype": parts.dtype,
         "sampler": parts.sampler.state(),
         "kl": None if parts.kl is None else parts.kl.state(),

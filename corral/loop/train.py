@@ -20,7 +20,7 @@ from corral.loop.resuming import (
     refuse_changes,
     refuse_finished,
     refuse_other_steps,
-    write_inputs,
+    trained_with,
 )
 from corral.loop.run_checkpoint import restore, truncate_after
 from corral.loop.sample_errors import ErrorCounts, RunStopped
@@ -72,7 +72,7 @@ def train(
         changes = [] if checkpoint is None else accepted_changes(checkpoint, folder, recipe, console, resume_anyway)
         recipe_file = folder.write_recipe(dump_recipe(recipe))
         recipe = recipe.model_copy(update={"name": folder.name})  # a new run may have a number behind its name
-        write_inputs(folder.path, recipe)
+        folder.trained_with = trained_with(recipe_file, recipe)
         if checkpoint is not None and is_finished(checkpoint, folder, recipe, changes):
             report_finished(checkpoint, folder, recipe, recipe_file, console)
             return folder.path
@@ -97,7 +97,7 @@ def accepted_changes(
     """Returns what has changed since the run that the checkpoint is of was trained. Raises where this run was trained
     with something else, or is finished and asked for more; a new run that begins at another's checkpoint may differ."""
     step = int(read_state(checkpoint)["step"])
-    changes, note = find_changes(checkpoint.resolve().parents[1], recipe)
+    changes, note = find_changes(checkpoint, recipe)
     if note is not None:
         console.note(note)
     if is_own(checkpoint, folder):

@@ -2,7 +2,6 @@
 
     runs/<name>/
         recipe.yaml         as it was run; recipe.2.yaml, ... when it was resumed with another one
-        inputs.json         hashes of the files that the last of them names
         plan.txt, plan.json
         metrics.jsonl
         ledger.jsonl        what happened to every prompt
@@ -55,6 +54,8 @@ class RunFolder:
         self.metrics, self.ledger, self.curve = path / "metrics.jsonl", path / "ledger.jsonl", path / "curve.png"
         self.trajectories, self.checkpoints = path / "trajectories", path / "checkpoints"
         self.weights = path / "weights"
+        self.trained_with: dict[str, Any] = {}
+        """What checkpoints say of how they were trained (`corral/loop/resuming.py`)."""
         self.logs, self.failures = path / "logs", path / "failures"
         self._lock: int | None = _lock(path / LOCK)
         os.register_at_fork(after_in_child=self._leave_lock_to_parent)

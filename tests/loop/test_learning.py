@@ -34,7 +34,6 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path: Path, tiny_model: Path)
         "recipe.yaml",
         "plan.txt",
         "plan.json",
-        "inputs.json",
         "metrics.jsonl",
         "ledger.jsonl",
         "curve.png",

@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import corral
@@ -20,6 +21,7 @@ from corral.recipe.errors import UserError
 from corral.recipe.keys import all_keys
 from corral.recipe.load import load_recipe
 from corral.recipe.plan import make_plan
+from corral.training.checkpoint import read_state, size_and_hash
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +82,12 @@ def test_an_edited_reward_is_another_reward_and_a_moved_one_is_not(folder: Path)
     with pytest.raises(UserError, match=re.escape("something else: environment.reward.name: ")):
         go_on(folder, "schedule.steps=3")
     printed = go_on(folder, "schedule.steps=3", anyway=True)
-    assert "changed since: environment.reward.name: the content of " in printed
+    assert "changed since: environment.reward.name: " in printed
     assert [row["step"] for row in rows_of(folder / "runs" / "tiny")] == [1, 2, 3]
+    reward.write_text(reward.read_text() + "\n")
+    with pytest.raises(UserError, match=re.escape("something else: environment.reward.name: the content of ")):
+        go_on(folder, "schedule.steps=4")
+    reward.write_text(reward.read_text()[:-1])
     assert "changed since" not in go_on(folder, "schedule.steps=3")  # it is what the run is trained with now
 
 
@@ -147,12 +153,31 @@ def test_a_validation_that_is_missing_at_the_end_is_made(folder: Path) -> None:
 
 
 def test_a_run_without_a_record_of_its_files_goes_on_with_a_note(folder: Path) -> None:
-    (folder / "runs" / "tiny" / "inputs.json").unlink()
+    """One that an earlier release has made."""
+    checkpoint = folder / "runs" / "tiny" / "checkpoints" / "step_000002"
+    state = json.loads((checkpoint / "state.json").read_text())
+    del state["trained_with"]
+    rewrite_state(checkpoint, state)
     recipe = (folder / "recipe.yaml").read_text()
     (folder / "runs" / "tiny" / "recipe.yaml").write_text(recipe)  # of this folder: paths are all that is known
     printed = go_on(folder, "schedule.steps=3")
-    assert "has no inputs.json: whether files that the recipe names were edited since is not known" in printed
-    assert (folder / "runs" / "tiny" / "inputs.json").exists()
+    assert "does not say what files contained: whether the recipe's were edited since is not known" in printed
+    assert "trained_with" in read_state(checkpoint.with_name("step_000003"))
+
+
+def rewrite_state(checkpoint: Path, state: dict[str, Any]) -> None:
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"]["state.json"] = size_and_hash(checkpoint / "state.json")
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_start_that_is_refused_leaves_nothing_to_compare_with(folder: Path) -> None:
+    with pytest.raises(UserError, match="seed"):
+        go_on(folder, "schedule.steps=3", "seed=5", anyway=True)
+    with pytest.raises(UserError, match=r"something else: environment.reward.name: .* -> exact"):
+        go_on(folder, "schedule.steps=3", "environment.reward.name=exact")
+    assert "resumed after step 2" in go_on(folder, "schedule.steps=3")
 
 
 def test_a_new_run_from_another_runs_checkpoint_may_differ(folder: Path) -> None:
@@ -226,7 +251,7 @@ def test_code_is_compared_where_options_name_it(tmp_path: Path) -> None:
 def test_a_recipe_of_another_release_is_not_compared(folder: Path) -> None:
     run = folder / "runs" / "tiny"
     (run / "recipe.yaml").write_text("{name: tiny, optimiser: {learning_rate: 1}}")
-    changes, note = find_changes(run, load_recipe(folder / "recipe.yaml"))
+    changes, note = find_changes(run / "checkpoints" / "step_000002", load_recipe(folder / "recipe.yaml"))
     assert changes == []
     assert note is not None
     assert "written for another release" in note
