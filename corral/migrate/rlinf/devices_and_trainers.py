@@ -82,6 +82,11 @@ def devices_of(config: ForeignConfig) -> ComponentDevices:
     return replace(devices, by_component={name: span or devices.everything for name, span in spans.items()})
 
 
+def is_apart(config: ForeignConfig) -> bool:
+    """Whether actor and rollout are on different devices, as in RLinf's example of a pipeline."""
+    return devices_of(config).disaggregated
+
+
 def num_actor_devices(config: ForeignConfig) -> int:
     return len(devices_of(config).of("actor"))
 
