@@ -141,6 +141,8 @@ class ProcessStat(NamedTuple):
     """A letter: R runs, S waits, D waits for a disk, T is stopped, Z has ended."""
     parent: int
     """Process id of the parent."""
+    group: int
+    """Its process group."""
     cpu_ticks: int
     """CPU time that it has used."""
     started: int
@@ -159,6 +161,7 @@ def read_stat(pid: int, thread: int | None = None) -> ProcessStat | None:
         name=start.partition("(")[2],
         state=fields[0],
         parent=int(fields[1]),
+        group=int(fields[2]),
         cpu_ticks=int(fields[11]) + int(fields[12]),
         started=int(fields[19]),
     )

@@ -127,8 +127,8 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
 
 
 def same_outcome(run: Path, other: Path, step: int) -> bool:
-    """To the bit: numbers, trajectories without durations, by their hashes all files of the last checkpoint, and what
-    became of each prompt, but for how often it was issued."""
+    """To the bit: numbers, trajectories without durations, by their hashes all files of the last checkpoint but for the
+    name of the recipe's file, and what became of each prompt, but for how often it was issued."""
     return (
         rows_of(run) == rows_of(other)
         and _checkpoint(run, step) == _checkpoint(other, step)
@@ -136,12 +136,14 @@ def same_outcome(run: Path, other: Path, step: int) -> bool:
     )
 
 
-def _checkpoint(run: Path, step: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _checkpoint(run: Path, step: int) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
     folder = run / "checkpoints" / f"step_{step:06d}"
     files = json.loads((folder / "manifest.json").read_text())["files"]
-    del files["ledger.jsonl"]
+    del files["ledger.jsonl"], files["state.json"]
+    state = json.loads((folder / "state.json").read_text())
+    del state["trained_with"]["recipe"]  # recipe.2.yaml, where it was resumed with another one
     lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
-    return files, [{key: value for key, value in line.items() if key != "times"} for line in lines]
+    return files, state, [{key: value for key, value in line.items() if key != "times"} for line in lines]
 
 
 def _trajectories(folder: Path) -> dict[str, pyarrow.Table]:

@@ -34,6 +34,7 @@ KINDS = {
     "kill-reward": FaultKind("reward", signal.SIGKILL, "a process that runs the reward function is killed"),
     "kill-environment": FaultKind("environment", signal.SIGKILL, "a process of an environment or a tool is killed"),
     "kill-engine": FaultKind("engine", signal.SIGKILL, "the own process of an engine is killed"),
+    "hang-engine": FaultKind("engine", signal.SIGSTOP, "the own process of an engine is stopped (SIGSTOP)"),
     "kill-agent": FaultKind("agent", signal.SIGKILL, "the agent of a node, which answers heartbeats, is killed"),
     "kill-raylet": FaultKind("raylet", signal.SIGKILL, "Ray's process of a node is killed"),
     "kill-gcs": FaultKind("gcs", signal.SIGKILL, "Ray's head process is killed"),

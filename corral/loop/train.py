@@ -200,6 +200,7 @@ async def supervise(
             async with running(recipe, folder, console, interrupt, checkpoint, lost_nodes, open_workers) as run:
                 began = True
                 run.parts.runtime.on_ending = interrupt.request
+                interrupt.on_request = run.parts.runtime.hurry
                 try:
                     await run.supervisor.run(run_steps(run))
                 except Interrupted:

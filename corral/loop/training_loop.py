@@ -433,6 +433,7 @@ class Interrupt:
         self.notify = notify
         self.handlers = {signal.SIGINT: on_ctrl_c or self._handle, signal.SIGTERM: self._handle}
         self.requested = False
+        self.on_request: Callable[[], object] = lambda: None
         self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
         self._before: dict[int, Any] = {}
 
@@ -472,6 +473,7 @@ class Interrupt:
     def request(self) -> None:
         """Asks the run to stop; may be called from any thread."""
         self.requested = True
+        self.on_request()
         waiting = self._waiting
         if waiting is None:
             with suppress(RuntimeError):  # a signal may come in the middle of a write, and a second is not allowed then

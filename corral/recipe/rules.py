@@ -519,7 +519,8 @@ def local_runtime(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     cluster = recipe.cluster
     if cluster.runtime != "local":
         return
-    keys = [key for key in type(cluster).model_fields if key not in ("runtime", "services")]
+    used = ("runtime", "services", *(["worker_timeout_s"] if not recipe.rollout.engine.in_process else []))
+    keys = [key for key in type(cluster).model_fields if key not in used]
     num_devices = cluster.nodes * cluster.devices_per_node
     if num_devices > 1:
         keys = [key for key in keys if key not in ("nodes", "devices_per_node")]

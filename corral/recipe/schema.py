@@ -823,8 +823,8 @@ class Cluster(Section):
     node_timeout_s: PositiveFloat = 20.0
     """A node that does not answer for so many seconds is lost."""
     worker_timeout_s: PositiveFloat = 300.0
-    """A worker that shows no sign of life for so many seconds is killed and replaced as one that died. To compute is a
-    sign of life, however long it takes."""
+    """A worker, or an engine's own process, that shows no sign of life for so many seconds is killed and replaced as
+    one that died. To compute is a sign of life, however long it takes."""
 
     @property
     def is_here(self) -> bool:

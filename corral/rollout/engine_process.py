@@ -32,6 +32,8 @@ from corral.rollout.engine import Sampling
 from corral.runtime.transfer_channels import SentBucket, TensorPlace, sum_of_bits
 
 REPORT_EVERY_S = 0.02
+BEAT_EVERY_S = 1.0
+"""Without anything to report, the same is reported again: the process lives."""
 CANCEL = "cancel"
 """Call that ends an earlier one with the same id; neither is answered."""
 
@@ -165,11 +167,11 @@ class EngineHost:
 
     async def serve(self) -> None:
         threading.Thread(target=self._read, daemon=True).start()
-        reported = 0
+        reported, beat = 0, 0.0
         while True:
             await asyncio.sleep(REPORT_EVERY_S)
-            if self.backend.num_steps != reported:
-                reported = self.backend.num_steps
+            if self.backend.num_steps != reported or self.loop.time() - beat >= BEAT_EVERY_S:
+                reported, beat = self.backend.num_steps, self.loop.time()
                 self.wire.send(Progress(reported))
 
     def _read(self) -> None:

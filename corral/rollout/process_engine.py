@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 import corral
-from corral.child_process import describe_exit, last_lines, start_child, terminate_group
+from corral.child_process import describe_exit, last_lines, signal_group, start_child, terminate_group
 from corral.recipe.errors import RunError, UserError
 from corral.rollout.engine import NO_IMAGES, Completion, FinishReason, PrefixHandle, Sampling, WeightLayout
 from corral.rollout.engine_core import GenerationRequest
@@ -41,6 +41,7 @@ from corral.rollout.engine_process import (
     checksum,
 )
 from corral.runtime.transfer_channels import BUCKET_BYTES, IpcDeviceMemory, MemoryFile, SentBucket, pack
+from corral.runtime.worker_heartbeat import HEARTBEAT_S, EngineWatch
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +52,12 @@ START_ATTEMPTS = 3
 CALL_S = 600.0
 """For calls that are no requests: weights, log-probs, memory."""
 CLOSE_S = 10.0
+HURRY_S = 10.0
+"""Of silence, before a process is lost while the run is to stop."""
 
 
 class EngineLost(RunError):
-    """The engine's process ended while it was needed."""
+    """The engine's process ended while it was needed, or hung and was killed."""
 
 
 class ProcessEngine:
@@ -74,7 +77,10 @@ class ProcessEngine:
         python: str | None = None,
         log: Path | None = None,
         environment: Mapping[str, str] = MappingProxyType({}),
+        silence_s: float = 300.0,
     ) -> None:
+        """`silence_s`: seconds without any sign of life, after which the process is killed."""
+        self.silence_s, self.hang = silence_s, ""
         self.settings, self.tokenizer, self.skeleton, self.device = settings, tokenizer, skeleton, device
         self.max_sequences, self.is_reproducible = settings.max_sequences, settings.name == "native"
         self.version = 0
@@ -123,7 +129,7 @@ class ProcessEngine:
                 raise UserError(f"rollout.engine: {self.python} could not be started: {error.strerror}") from error
         if self.lost is not None:
             self.wire.close()
-        self.wire = Connection(own.detach())
+        self.wire, self.hang = Connection(own.detach()), ""
         try:
             self.wire.send(self.settings)
             if not self.wire.poll(START_S):
@@ -138,7 +144,8 @@ class ProcessEngine:
         self.reader.start()
 
     def _why_it_ended(self) -> str:
-        return self._with_log(describe_exit(terminate_group(self.process)))
+        exit_status = describe_exit(terminate_group(self.process))
+        return self._with_log(self.hang or exit_status)
 
     def _with_log(self, what: str) -> str:
         lines = "".join(f"\n  {line}" for line in last_lines(self.log, 5))
@@ -147,13 +154,19 @@ class ProcessEngine:
     # --- the wire
 
     def _read(self) -> None:
-        """Consumes answers and reports, until the process ends."""
+        """Consumes answers and reports, until the process ends, or does nothing any more."""
+        watch = EngineWatch(self.process.pid)
         try:
             while True:
-                message: Progress | Answer = self.wire.recv()
-                self.num_decode_steps = message.num_steps
-                if isinstance(message, Answer) and (future := self.pending.pop(message.id, None)) is not None:
-                    self._resolve(future, message)
+                if self.wire.poll(HEARTBEAT_S):
+                    message: Progress | Answer = self.wire.recv()
+                    watch.hear(isinstance(message, Answer) or message.num_steps != self.num_decode_steps)
+                    self.num_decode_steps = message.num_steps
+                    if isinstance(message, Answer) and (future := self.pending.pop(message.id, None)) is not None:
+                        self._resolve(future, message)
+                if time.monotonic() - watch.looked >= HEARTBEAT_S:
+                    # Without weights requests wait for these, and not for the engine.
+                    self._kill_if_it_hangs(*watch.look(bool(self.pending) and self.has_weights.is_set()))
         except (EOFError, OSError):
             self.lost = self._why_it_ended()
             with self.lock:
@@ -161,6 +174,19 @@ class ProcessEngine:
             for future in pending.values():
                 with suppress(Exception):
                     future.set_exception(EngineLost(self.lost))
+
+    def _kill_if_it_hangs(self, silent_s: float, waited_s: float) -> None:
+        if silent_s > self.silence_s:
+            self.hang = f"showed no sign of life for {self.silence_s:g} s (`cluster.worker_timeout_s`)"
+        elif waited_s > CALL_S:
+            self.hang = f"made no progress for {CALL_S:g} s, though calls waited for it"
+        if self.hang:
+            self.hang += " and was killed by Corral"
+            signal_group(self.process.pid)  # which the end of the wire shows
+
+    def hurry(self) -> None:
+        """The run is to stop: a process that hangs is not waited for as long as otherwise."""
+        self.silence_s = min(self.silence_s, HURRY_S)
 
     def _resolve(self, future: "Future[Any]", answer: Answer) -> None:
         with suppress(Exception):  # nobody waits for it any more

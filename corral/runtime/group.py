@@ -231,6 +231,10 @@ class Runtime(ABC):
         raise AssertionError("this process cannot be lost while it calls")
 
     @abstractmethod
+    def hurry(self) -> None:
+        """Called in any thread when the run is to stop: what hangs is not waited for as long as otherwise."""
+
+    @abstractmethod
     def close(self) -> None: ...
 
 
@@ -255,6 +259,10 @@ class LocalRuntime(Runtime):
         problems = await asyncio.to_thread(self.services.wait)
         if problems:
             raise RunError(problems[0])
+
+    def hurry(self) -> None:
+        for role in self.worker.context.roles.values():
+            role.hurry()
 
     def close(self) -> None:
         self.worker.close()

@@ -153,7 +153,7 @@ class RayRuntime(Runtime):
         return runtime
 
     async def _start(self, placement: Placement, without: frozenset[str]) -> None:
-        self.owns_connection = not ray.is_initialized()
+        self.owns_connection, self.loop = not ray.is_initialized(), asyncio.get_running_loop()
         connect(self.cluster)
         self.gcs_address = ray.get_runtime_context().gcs_address
         self.resource, nodes = await find_nodes(self.cluster, without, self.report)
@@ -282,6 +282,18 @@ class RayRuntime(Runtime):
         task = asyncio.get_running_loop().create_task(describe())
         self.describing.add(task)
         task.add_done_callback(self.describing.discard)
+
+    def hurry(self) -> None:
+        async def tell() -> None:
+            with suppress(RunError):
+                await self._group("worker", list(self.devices)).all(Worker.hurry)
+
+        def begin() -> None:
+            task = asyncio.get_running_loop().create_task(tell())
+            self.describing.add(task)
+            task.add_done_callback(self.describing.discard)
+
+        self.loop.call_soon_threadsafe(begin)
 
     @property
     def num_nodes(self) -> int:

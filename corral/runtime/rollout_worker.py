@@ -270,6 +270,10 @@ class RolloutWorker(Role):
             await self._replace_engine(lost)
             return await self.engine.compute_logprobs(tokens, self.recipe.rollout.temperature)
 
+    def hurry(self) -> None:
+        if isinstance(self.engine, ProcessEngine):
+            self.engine.hurry()
+
     def close(self) -> None:
         self.driver.envs.close()
         self.engine.close()
@@ -340,6 +344,7 @@ def process_engine(context: WorkerContext, recipe: Recipe, skeleton: Any, tokeni
         python=rollout.engine.python,
         log=log,
         environment=environment,
+        silence_s=recipe.cluster.worker_timeout_s,
     )
 
 

@@ -68,6 +68,9 @@ class Role:
         """Returns what the controller must know once the role is built."""
         return {}
 
+    def hurry(self) -> None:
+        """The run is to stop: nothing that hangs is waited for longer than it must be."""
+
     def close(self) -> None:
         """Ends what the role has started."""
 
@@ -165,6 +168,10 @@ class Worker:
         # Shielded, so that a cancelled call is still computed: workers that compute together (FSDP, tensor parallel)
         # would hang in the next collective if one of them left out what the others do.
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self.thread, compute))
+
+    async def hurry(self) -> None:
+        for role in self.context.roles.values():
+            role.hurry()
 
     def _noted(self, role: str, method: str, computes: bool) -> AbstractContextManager[None]:
         return nullcontext() if self.heartbeat is None else self.heartbeat.during(f"{role}.{method}", computes)

@@ -1,4 +1,5 @@
-"""Heartbeats of a worker's process: a thread in it counts, and the agent of its node looks whether it still does.
+"""Heartbeats of a worker's process: a thread in it counts, and the agent of its node looks whether it still does. And
+those of an engine's own process, at which its worker looks.
 
 The count is in a file that both sides have mapped or read, with what the worker computes and since when. It has its
 size from the beginning, so a full disk does not stop the count, and a busy network has nothing to do with it.
@@ -29,6 +30,8 @@ STARTED_AT, CALL_AT = COUNT.size, COUNT.size + STARTED.size
 epoch, and its name."""
 BUSY_FRACTION = 0.05
 """Part of a core above which a process computes. The threads of Ray in one that does not use less than a hundredth."""
+QUIET_S = 5.0
+"""Seconds without a message or progress of an engine, from which on it is looked at whether it computes."""
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -136,6 +139,42 @@ class HeartbeatReader:
         if now is not None and last is not None and now.started == last.started:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+class EngineWatch:
+    """A worker's look at its engine's process and at all that this has started, about once a second. Messages of the
+    process are heartbeats, and calls that wait must make progress. Where there is neither, and nothing of the process
+    group computes or waits for a disk, it is silent: stopped, in a deadlock, or waiting for a part that is."""
+
+    def __init__(self, pid: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.pid, self.clock = pid, clock
+        self.heard = self.moved = self.looked = clock()
+        self.silent_s, self.cpu_ticks = 0.0, 0
+
+    def hear(self, has_moved: bool) -> None:
+        """Notes a message. `has_moved`: it answers a call, or reports a step."""
+        self.heard = self.clock()
+        if has_moved:
+            self.moved = self.heard
+
+    def look(self, has_calls: bool) -> tuple[float, float]:
+        """Returns the seconds of silence, and those for which calls have waited without any progress."""
+        now = self.clock()
+        passed_s, self.looked = min(now - self.looked, 2 * HEARTBEAT_S), now
+        if not has_calls:
+            self.moved = now
+        if now - min(self.heard, self.moved) < QUIET_S:
+            self.silent_s = 0.0
+        elif sys.platform == "linux":
+            self.silent_s = 0.0 if self._shows_life(passed_s) else self.silent_s + passed_s
+        return self.silent_s, now - self.moved
+
+    def _shows_life(self, passed_s: float) -> bool:
+        pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+        stats = {pid: stat for pid in pids if (stat := read_stat(pid)) is not None and stat.group == self.pid}
+        before, self.cpu_ticks = self.cpu_ticks, sum(stat.cpu_ticks for stat in stats.values())
+        is_busy = self.cpu_ticks - before > BUSY_FRACTION * passed_s * TICKS_PER_S
+        return is_busy or any(map(waits_for_disk, stats))
 
 
 def waits_for_disk(pid: int) -> bool:

@@ -106,7 +106,7 @@ def test_prompts_that_were_drawn_ahead_are_issued_again_and_what_was_skipped_is_
 
     curriculum = Curriculum(skip_solved=1)
     parts, ledger = parts_of(RewardHistory(curriculum, 5, seed=0)), Ledger(tmp_path / "ledger.jsonl")
-    parts.history.record(3, [1.0])
+    parts.history.record(3, [1.0], has_all=True)
     drawn = [draw(parts, ledger, step) for step in (1, 2, 3)]
     assert all(prompt.index != 3 for step in drawn for prompt in step)
     ledger.trained(1, [prompt.prompt_id for prompt in drawn[0]])

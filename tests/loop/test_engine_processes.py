@@ -90,6 +90,30 @@ def test_it_goes_on_when_the_engine_is_killed(
     assert_engines_end(tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("asked_to_stop", [False, True])
+def test_an_engine_that_hangs_is_lost_and_no_run_waits_for_it(
+    tmp_path: Path, tiny_model: Path, asked_to_stop: bool
+) -> None:
+    """After `cluster.worker_timeout_s`; sooner where the run is to stop."""
+    steps, limit_s = (100_000, 300) if asked_to_stop else (6, 8)
+    write_recipe(tmp_path, tiny_model)
+    limits = (f"schedule.steps={steps}", f"cluster={{runtime: local, worker_timeout_s: {limit_s}}}")
+    run = start_corral(tmp_path, "train", "recipe.yaml", "name=hung", OWN_PROCESS, *limits)
+    folder = tmp_path / "runs" / "hung"
+    run.wait_until(lambda: (folder / "metrics.jsonl").exists() and len(steps_of(folder)) >= 2, LIMIT_S)
+    os.kill(engine_processes(tmp_path)[0], signal.SIGSTOP)
+    if asked_to_stop:
+        run.send(signal.SIGTERM)
+    finished = run.wait(60 if asked_to_stop else LIMIT_S)
+    assert finished.code == 0, finished.stderr
+    assert Ledger(folder / "ledger.jsonl").audit().clean
+    if not asked_to_stop:
+        assert "showed no sign of life for 8 s (`cluster.worker_timeout_s`) and was killed" in finished.stdout
+        assert len(steps_of(folder)) == steps
+    assert_engines_end(tmp_path)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Heads of 64: vLLM has no kernels for small ones."""

@@ -22,9 +22,11 @@ from tiny import DEVICE, tiny_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from corral.recipe.errors import RunError, UserError
+from corral.rollout import process_engine
 from corral.rollout.engine import FinishReason, Sampling
 from corral.rollout.engine_process import EngineSettings
 from corral.rollout.process_engine import EngineLost, ProcessEngine
+from corral.runtime import worker_heartbeat
 from corral.runtime.weight_publisher import PROBE_BOUNDS, compare_logprobs
 
 pytestmark = pytest.mark.slow
@@ -222,6 +224,40 @@ def test_a_killed_process_fails_what_waits_for_it_and_one_that_is_killed_while_i
     assert len(killed) == 2
     assert engine.process.pid not in killed
     assert asyncio.run(engine.generate(PROMPTS[0], Sampling(max_tokens=2), 0)).tokens
+
+
+@pytest.mark.deadline("the process must be stopped before it has generated all that it is asked for")
+def test_a_process_that_hangs_is_killed_and_whoever_waits_for_it_knows(
+    engine: ProcessEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if engine.settings.name != "native":
+        pytest.skip("the others take minutes to start")
+    monkeypatch.setattr(worker_heartbeat, "QUIET_S", 1.0)
+    monkeypatch.setattr(process_engine, "HURRY_S", 2.0)
+    weights = dict(engine.skeleton.named_parameters())
+
+    async def while_it_generates() -> None:
+        task = asyncio.ensure_future(engine.generate(PROMPTS[0], Sampling(max_tokens=200), 0))
+        before = engine.num_decode_steps
+        while engine.num_decode_steps < before + 3:
+            await asyncio.sleep(0.001)
+        os.kill(engine.process.pid, signal.SIGSTOP)
+        with pytest.raises(EngineLost, match=r"no sign of life for 2 s \(`cluster.worker_timeout_s`\) and was killed"):
+            await task
+
+    def with_weights() -> None:
+        os.kill(engine.process.pid, signal.SIGSTOP)
+        with pytest.raises(EngineLost, match="no sign of life for 2 s"):
+            engine.load(weights.items(), 4)
+
+    engine.load(weights.items(), 3)
+    engine.hurry()
+    asyncio.run(while_it_generates())
+    engine.restart_and_load(weights.items(), 3)
+    with_weights()
+    engine.restart_and_load(weights.items(), 4)
+    assert asyncio.run(engine.generate(PROMPTS[0], Sampling(max_tokens=2), 0)).versions == [4, 4]
+    engine.silence_s = 300.0
 
 
 def test_what_keeps_an_engine_from_starting_is_told(model: tuple[Path, Any], tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from deadlines import wait_until, within
 
-from corral.child_process import read_stat
-from corral.runtime.worker_heartbeat import COUNT, HEARTBEAT_S, TICKS_PER_S, HeartbeatReader
+from corral.child_process import read_stat, start_child, terminate_group
+from corral.runtime import worker_heartbeat
+from corral.runtime.worker_heartbeat import COUNT, HEARTBEAT_S, TICKS_PER_S, EngineWatch, HeartbeatReader
 
 WORKER = """
 import ctypes, sys, time
@@ -172,3 +173,34 @@ def test_seconds_in_which_nobody_looked_are_nobodys_silence(start: Start, tmp_pa
     stop(process)
     reader.look()
     assert silence(reader, clock, seconds=60) == 2 * HEARTBEAT_S
+
+
+# --- an engine's own process
+
+
+def group_that(does: str) -> "subprocess.Popen[bytes]":
+    """A process of a group of its own, whose child does this."""
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {does!r}])"
+    return start_child([sys.executable, "-c", program])
+
+
+@pytest.mark.parametrize(
+    ("does", "lives"), [("while True: pass", True), ("import time; time.sleep(600)", False)], ids=["computes", "waits"]
+)
+def test_what_an_engine_has_started_lives_for_it(does: str, lives: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls wait, and messages say that nothing was done."""
+    monkeypatch.setattr(worker_heartbeat, "QUIET_S", 0.5)
+    process = group_that(does)
+    try:
+        watch, silent = EngineWatch(process.pid), [0.0]
+        deadline = time.monotonic() + within(30)
+        while time.monotonic() < deadline and silent[-1] < 2 and len(silent) < 40:
+            time.sleep(0.2)
+            watch.hear(has_moved=False)
+            silent.append(watch.look(has_calls=True)[0])
+        assert (silent[-1] >= 2) == (not lives), silent
+        assert watch.look(has_calls=True)[1] > 1
+        watch.hear(has_moved=False)
+        assert watch.look(has_calls=False) == (0, 0)  # nobody waits for it
+    finally:
+        terminate_group(process)
