@@ -33,6 +33,7 @@ from corral.loop.train_step import StepTraining, TrainResult, compute_logprobs_a
 from corral.loop.trajectory_records import (
     BackgroundWriter,
     StepTrajectories,
+    asked_of,
     step_samples,
 )
 from corral.loop.validation import ValidationResult, show_samples, validate, validation_loss
@@ -202,7 +203,8 @@ def record_step(
     run.times = {}
     if run.recipe.logging.trajectories:
         reason = why_not_trained(result)
-        run.trajectories.write(StepTrajectories.of(run.step, rollout, batch, run.parts.algorithm, reason))
+        parts = run.parts
+        run.trajectories.write(StepTrajectories.of(run.step, rollout, batch, parts.algorithm, reason, parts.train))
     check_updates(run, result, batch)
     warn_if_idle(run, rollout, batch, result)
 
@@ -294,7 +296,8 @@ async def validate_if_due(run: RunState) -> None:
     run.trackers.log(run.step, {**metrics, "time/validate_s": time.perf_counter() - started})
     run.validations[run.step] = metrics
     if run.recipe.logging.trajectories and result.trajectories:
-        run.trajectories.write(StepTrajectories(run.step, result.trajectories, "validation"))
+        asked = asked_of(result.trajectories, parts.validation)
+        run.trajectories.write(StepTrajectories(run.step, result.trajectories, "validation", asked=asked))
     errors = ErrorCounts.of(result.trajectories)
     errors.check(f"validation {when}", run.recipe.tagged_environments, is_first=run.step == 0)
     check_best(run)

@@ -1,5 +1,6 @@
 """What is written down of trajectories (`observe/trajectory_store.py`): text, tokens, and what was computed of them."""
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,8 @@ from corral.observe.trajectory_store import TrajectoryWriter
 from corral.recipe.presets import ResolvedAlgorithm
 
 if TYPE_CHECKING:
+    from corral.data.rows import Row
+    from corral.data.sources import PreparedPrompt
     from corral.loop.rollout_step import RolloutResult  # which imports torch: the process of the files does without
 
 logger = logging.getLogger(__name__)
@@ -45,6 +48,8 @@ class StepTrajectories:
     """Numbers that were computed of each token of the first trajectories, those of the batch."""
     offsets: IntArray = field(default_factory=lambda: np.zeros(1, np.int64))
     """Where the trajectories of the batch begin in the columns."""
+    asked: dict[int, tuple[str, str | None]] = field(default_factory=dict)
+    """Of each row its question and its answer, where it has one, as text."""
 
     @classmethod
     def of(
@@ -54,9 +59,10 @@ class StepTrajectories:
         batch: Batch,
         algorithm: ResolvedAlgorithm,
         why_not_trained: str | None,
+        prompts: Sequence["PreparedPrompt"],
     ) -> Self:
         """What was trained on, and then what was left out. `why_not_trained`: why no update was made with any of the
-        batch."""
+        batch. `prompts`: all of the data, by row."""
         reasons = [one.mask_reason or why_not_trained for one in rollout.trajectories]
         others = {
             "no reward": rollout.dropped,
@@ -68,7 +74,8 @@ class StepTrajectories:
         columns = {name: batch.columns[name] for name in recorded_columns(batch, algorithm)}
         if batch.entropies is not None:
             columns["entropies"] = batch.entropies
-        return cls(step, trajectories, left_out=reasons, columns=columns, offsets=batch.offsets)
+        asked = asked_of(trajectories, prompts)
+        return cls(step, trajectories, left_out=reasons, columns=columns, offsets=batch.offsets, asked=asked)
 
     def records(self, texts: "TokenTexts") -> Iterator[dict[str, Any]]:
         """Yields what the store has of each trajectory."""
@@ -76,12 +83,27 @@ class StepTrajectories:
         for i, record in enumerate(trajectory_records(self.trajectories, texts)):
             if self.left_out:
                 record["left_out"] = self.left_out[i]
+            if record["row"] in self.asked:
+                record["question"], record["answer"] = self.asked[record["row"]]
             if i < num_trained:
                 span = slice(int(self.offsets[i]) + len(record["prompt_tokens"]), int(self.offsets[i + 1]))
                 record |= {name: column[span] for name, column in self.columns.items()}
                 if "entropies" in record and np.isnan(record["entropies"]).any():
                     del record["entropies"]  # it was not computed: nothing was trained on
             yield record
+
+
+def asked_of(
+    trajectories: Sequence[Trajectory], prompts: Sequence["PreparedPrompt"]
+) -> dict[int, tuple[str, str | None]]:
+    """Returns what each of their rows asks, the last message of its user, and its answer."""
+    return {number: asked_by(prompts[number].row) for number in {one.row for one in trajectories}}
+
+
+def asked_by(row: "Row") -> tuple[str, str | None]:
+    questions = [message["content"] for message in row.prompt if message["role"] == "user"]
+    answer = row.answer if isinstance(row.answer, str) else json.dumps(row.answer, ensure_ascii=False, default=str)
+    return questions[-1] if questions else "", None if row.answer is None else answer
 
 
 WriteStep = Callable[[StepTrajectories], Any]

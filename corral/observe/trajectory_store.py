@@ -47,7 +47,10 @@ SUMMARY = {
     "num_response_tokens": pa.int32(),
     "num_generated": pa.int32(),
     "num_turns": pa.int32(),
+    "question": pa.string(),
+    "answer": pa.string(),
     "preview": pa.string(),
+    "ending": pa.string(),
 }
 """Columns that a list of trajectories is made of, besides those of `BY_NAME`."""
 BY_NAME = ("rewards", "metrics")
@@ -79,7 +82,7 @@ DETAILS = {
     **{name: pa.list_(pa.float32()) for name in LOGPROBS_AND_VALUES},
 }
 """Columns that are read of one trajectory. `docs/runs-and-checkpoints.md` says what is in each."""
-DISTINCT = {"preview", "response", *LOGPROBS_AND_VALUES}
+DISTINCT = {"preview", "ending", "response", *LOGPROBS_AND_VALUES}
 """Columns that hardly repeat a value: to look for repetitions would double the time of writing."""
 
 
@@ -133,6 +136,7 @@ def _summary(record: Mapping[str, Any]) -> dict[str, Any]:
         "num_generated": int(np.sum(record.get("generated", ()))),
         "num_turns": len(record.get("turn_rewards", ())),
         "preview": record.get("response", "")[:PREVIEW_LENGTH],
+        "ending": record.get("response", "")[-PREVIEW_LENGTH:],
     }
 
 

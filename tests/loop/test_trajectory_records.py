@@ -20,12 +20,14 @@ from trajectories import make_trajectory
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from corral.data.batch import Batch
+from corral.data.rows import Message, Row
 from corral.loop import train_step, training_loop
 from corral.loop.trajectory_process import WriterProcess
 from corral.loop.trajectory_records import (
     BackgroundWriter,
     StepTrajectories,
     TokenTexts,
+    asked_by,
     find_branches,
     trajectory_records,
     turn_spans,
@@ -82,6 +84,15 @@ def test_turns_end_at_observations_and_at_their_rewards() -> None:
     assert turn_spans(trajectory) == [(2, 4), (4, 5), (6, 8)]
 
 
+def test_a_row_is_asked_for_by_its_last_question_and_its_answer_is_text() -> None:
+    talk = [("user", "Hi"), ("assistant", "Hello"), ("user", "1 + 1?")]
+    prompt: list[Message] = [{"role": role, "content": text} for role, text in talk]
+    assert asked_by(Row(prompt, 2, "", {})) == ("1 + 1?", "2")
+    assert asked_by(Row(prompt, "zwei ü", "", {})) == ("1 + 1?", "zwei ü")
+    assert asked_by(Row([], {"a": ["ü"]}, "", {})) == ("", '{"a": ["ü"]}')
+    assert asked_by(Row(prompt[:1], None, "", {})) == ("Hi", None)
+
+
 def test_branches_make_one_tree_of_the_samples_of_a_prompt() -> None:
     responses = [[5, 6, 7], [5, 6], [9], [5, 6, 8], [5, 6, 7]]
     samples = [make_trajectory([1, 2], own, sample=i) for i, own in enumerate(responses)]
@@ -135,6 +146,8 @@ def test_numbers_in_the_store_are_those_that_were_trained_with(
         assert len(row["generate_s"]) == len(row["environment_s"]) == row["num_turns"]
         assert (row["generate_s"] > 0).all()
         assert "".join(store.trajectory(1, i)["response_pieces"]) == row["response"]
+        assert row["question"] in row["prompt"]
+        assert row["answer"].isdigit()
 
 
 @pytest.mark.slow

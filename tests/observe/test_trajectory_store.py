@@ -227,10 +227,15 @@ def test_a_summary_has_ids_rewards_lengths_and_the_beginning_of_the_text(tmp_pat
         "num_response_tokens": 3,
         "num_generated": 2,
         "num_turns": 1,
+        "question": None,
+        "answer": None,
         "preview": "2",
+        "ending": "2",
     }
     assert first == expected
-    changed = {"index": 1, "sample": 1, "reward": None, "error": "timeout", "preview": "x" * 160}
+    changed = {"index": 1, "sample": 1, "reward": None, "error": "timeout"} | dict.fromkeys(
+        ("preview", "ending"), "x" * 160
+    )
     assert second == expected | changed
 
 

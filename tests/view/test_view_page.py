@@ -70,7 +70,14 @@ def test_from_the_list_to_a_token(page: Browser, address: str) -> None:
     click(page, "a[href='#/run/done/steps']")
     click(page, "a[href='#/run/done/step/2']")
     page.wait("document.querySelectorAll('.sample').length === 8")
+    # Whether the reward is right is seen in the row: question, answer, the best and the worst reply.
+    first = page.run("document.querySelector('tbody tr').innerText").replace("\n", " ")
+    assert "What is 2 and ab? reference answer 2ab" in first
+    assert page.run(
+        "[...document.querySelectorAll('tbody tr:first-child .words')].map(one => one.innerText).join()"
+    ) == ("0.75 ab,0 ab")
     click(page, "a[href='#/run/done/step/2/5']")
+    page.wait("document.querySelector('.card .asked')?.innerText === 'What is 3 and ab?'")
     page.wait("document.querySelectorAll('.token').length === 9")
     page.press("ArrowRight")
     for _ in range(4):

@@ -27,6 +27,7 @@ def record(prompt_id: int, sample: int, reward: float, text: str = "ab") -> dict
     return {
         "prompt_id": prompt_id, "sample": sample, "row": prompt_id, "tag": "", "reward": reward, "rewards": {"a": 1.0},
         "turn_rewards": [reward / 2, reward / 2], "stop": "length", "error": None, "prompt": text, "response": text,
+        "question": f"What is {prompt_id} and {text}?", "answer": f"{prompt_id}{text}",
         "metrics": {"success": reward}, "prompt_tokens": [1, 2, 3], "response_tokens": tokens,
         "generated": [1, 1, 0, 1, 1, 1],
         "logprobs": [-0.25 * place - 0.125 * sample for place in range(6)], "versions": [0, 0, -1, 1, 1, 1],

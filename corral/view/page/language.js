@@ -94,6 +94,8 @@ const CHINESE = {
   default: "默认",
   prompt: "提示",
   "mean reward": "平均奖励",
+  "question, samples, best and worst reply": "问题、样本、最好和最差的回答",
+  "reference answer": "参考答案",
   "spread of rewards": "奖励差距",
   "longest sample": "最长样本",
   "Sort by": "排序",

@@ -6,6 +6,7 @@ import { h, link, number, plain, replace, shown, table } from "./dom.js";
 import { t } from "./language.js";
 
 const AT_ONCE = 200;
+const WORDS = 90; // characters of a reply's beginning and of its end
 const SORTS = {
   prompt: (group) => group.id,
   "mean reward": (group) => -(group.mean ?? -Infinity),
@@ -177,7 +178,10 @@ function groupsOf(samples) {
     const rewards = rewardsOf(group.samples);
     group.mean = meanOf(rewards);
     group.spread = rewards.length ? Math.max(...rewards) - Math.min(...rewards) : 0;
-    group.prompt = group.samples[0].prompt_preview;
+    const [best, worst] = [1, -1].map((sign) =>
+      group.samples.reduce((one, other) => (sign * (other.reward ?? NaN) > sign * (one.reward ?? NaN) ? other : one)),
+    );
+    group.ends = best === worst || group.spread === 0 ? [best] : [best, worst];
     group.samples.sort((one, other) => (one.sample ?? 0) - (other.sample ?? 0));
   }
   return [...groups.values()];
@@ -237,7 +241,7 @@ function groupTable(groups, here, address, detail) {
   const rewards = rewardsOf(groups.flatMap((group) => group.samples));
   const isTraining = !here.includes(".");
   return table(
-    [t("prompt"), t("mean reward"), t("samples")],
+    [t("prompt"), t("mean reward"), t("question, samples, best and worst reply")],
     groups.map((group) => [
       isTraining && detail.ledger ? link(`${address}/ledger/${group.id}`, String(group.id)) : String(group.id),
       h(
@@ -249,11 +253,35 @@ function groupTable(groups, here, address, detail) {
       h(
         "td",
         {},
-        group.prompt ? h("div", { class: "quiet small cut" }, shown(group.prompt)) : null,
+        askedOf(group.samples[0]),
         sampleCells(group.samples, (one) => `${here}/${one.index}`, rewards),
+        group.ends.map((one) =>
+          h("div", { class: "small words" }, link(`${here}/${one.index}`, number(one.reward, 3)), " ", wordsOf(one)),
+        ),
       ),
     ]),
   );
+}
+
+/** The question and the reference answer of a sample, where its file has them. */
+export function askedOf(sample, longest = 160) {
+  return [
+    sample.question ? h("div", { class: "asked" }, shown(sample.question, longest)) : null,
+    typeof sample.answer === "string"
+      ? h("div", { class: "small asked" }, h("span", { class: "quiet" }, `${t("reference answer")} `), shown(sample.answer, longest))
+      : null,
+  ];
+}
+
+/** The first and the last words of a reply. */
+function wordsOf({ preview, ending }) {
+  const [first, last] = [preview ?? "", ending ?? ""];
+  if (first === last || !last) return h("span", { class: "quoted" }, shown(first));
+  return [
+    h("span", { class: "quoted" }, shown(first.slice(0, WORDS))),
+    h("span", { class: "quiet" }, " … "),
+    h("span", { class: "quoted" }, shown(last.slice(-WORDS))),
+  ];
 }
 
 function listOf(samples, here) {

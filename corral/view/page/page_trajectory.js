@@ -3,7 +3,7 @@
 import { getKept } from "./data.js";
 import { h, link, number, replace, shown } from "./dom.js";
 import { t } from "./language.js";
-import { rewardsOf, sampleCells } from "./page_step.js";
+import { askedOf, rewardsOf, sampleCells } from "./page_step.js";
 import {
   colorsFor,
   columnNames,
@@ -208,6 +208,7 @@ function facts(record, tokens, address, part) {
       { class: "facts" },
       entries.map(([name, value]) => h("div", {}, h("div", { class: "quiet small" }, name), h("strong", {}, value))),
     ),
+    record.question || typeof record.answer === "string" ? h("div", { class: "card" }, askedOf(record, 1000)) : null,
     record.left_out ? h("p", { class: "warning" }, shown(record.left_out)) : null,
     [record.error, ...(record.tool_errors ?? [])]
       .filter(Boolean)
