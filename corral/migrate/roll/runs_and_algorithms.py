@@ -138,6 +138,17 @@ def has_rlvr_sampling(config: ForeignConfig) -> bool:
 # --- data and rewards of the RLVR pipeline
 
 
+def num_rewarded_domains(config: ForeignConfig) -> int:
+    return len({one.partition(".")[0] for one in config.below("rewards")})
+
+
+def over_domains(config: ForeignConfig) -> str:
+    return (
+        f"over the whole batch; ROLL whitens each of its {num_rewarded_domains(config)} domains by itself "
+        "(rlvr_pipeline.py), so that a hard one is not pushed down as a whole"
+    )
+
+
 def num_domains(config: ForeignConfig) -> int:
     return len(config.below("actor_train.data_args.domain_interleave_probs"))
 
