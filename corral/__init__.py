@@ -5,9 +5,11 @@ processes that run reward functions import this package too and need no torch.
 """
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from corral.algorithms.declarations import Needs, advantage
     from corral.algorithms.declarations import policy_loss as loss
     from corral.api import Run, evaluate, load_recipe, plan, reward, train
@@ -53,6 +55,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("corral")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'corral' has no attribute {name!r}")
     module, attribute = _HOME_OF[name]
