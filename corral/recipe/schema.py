@@ -467,8 +467,8 @@ class DynamicSampling(Section):
     """Rounds of refilling in one step before it goes on with the groups it has. Not written: 10."""
 
 
-class Algorithm(NamedChoice):
-    """How rewards become updates; `algorithm: grpo` is enough where nothing else is written."""
+class Algorithm(Section):
+    """How rewards become updates."""
 
     name: AlgorithmName = "grpo"
     """A preset: it decides advantage, loss, KL, aggregation and their options where they are not given here."""
