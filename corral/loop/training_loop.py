@@ -476,7 +476,6 @@ class Interrupt:
     def request(self) -> None:
         """Asks the run to stop; may be called from any thread."""
         self.requested = True
-        self.on_request()
         waiting = self._waiting
         if waiting is None:
             with suppress(RuntimeError):  # a signal may come in the middle of a write, and a second is not allowed then
@@ -484,3 +483,4 @@ class Interrupt:
         else:
             loop, stop = waiting
             loop.call_soon_threadsafe(stop.set)
+        self.on_request()

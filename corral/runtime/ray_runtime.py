@@ -293,7 +293,8 @@ class RayRuntime(Runtime):
             self.describing.add(task)
             task.add_done_callback(self.describing.discard)
 
-        self.loop.call_soon_threadsafe(begin)
+        with suppress(RuntimeError):  # the run has ended, and its loop with it
+            self.loop.call_soon_threadsafe(begin)
 
     @property
     def num_nodes(self) -> int:
