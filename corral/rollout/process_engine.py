@@ -51,7 +51,8 @@ START_ATTEMPTS = 3
 """How often the process that takes the place of a lost one is started."""
 CALL_S = 600.0
 """For calls that are no requests: weights, log-probs, memory."""
-CLOSE_S = 10.0
+CLOSE_S = 2.0
+"""For a process to end by itself. Ray ends a worker after three seconds, and one that is stopped would be left."""
 HURRY_S = 10.0
 """Of silence, before a process is lost while the run is to stop."""
 

@@ -91,14 +91,20 @@ def test_it_goes_on_when_the_engine_is_killed(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked_to_stop", [False, True])
+@pytest.mark.xdist_group("ray")
+@pytest.mark.parametrize(
+    ("asked_to_stop", "where"),
+    [(False, "runtime: local"), (True, "runtime: local"), (True, "devices_per_node: 2")],
+    ids=["lost", "asked to stop", "asked to stop on ray"],
+)
+@pytest.mark.usefixtures("real_workers")
 def test_an_engine_that_hangs_is_lost_and_no_run_waits_for_it(
-    tmp_path: Path, tiny_model: Path, asked_to_stop: bool
+    tmp_path: Path, tiny_model: Path, asked_to_stop: bool, where: str
 ) -> None:
     """After `cluster.worker_timeout_s`; sooner where the run is to stop."""
     steps, limit_s = (100_000, 300) if asked_to_stop else (6, 8)
     write_recipe(tmp_path, tiny_model)
-    limits = (f"schedule.steps={steps}", f"cluster={{runtime: local, worker_timeout_s: {limit_s}}}")
+    limits = (f"schedule.steps={steps}", f"cluster={{{where}, worker_timeout_s: {limit_s}}}")
     run = start_corral(tmp_path, "train", "recipe.yaml", "name=hung", OWN_PROCESS, *limits)
     folder = tmp_path / "runs" / "hung"
     run.wait_until(lambda: (folder / "metrics.jsonl").exists() and len(steps_of(folder)) >= 2, LIMIT_S)
