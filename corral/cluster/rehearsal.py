@@ -33,7 +33,9 @@ from corral.recipe.mesh import MeshShape
 from corral.recipe.placement import runs_on_ray, transfer_kind
 from corral.recipe.plan import Plan, describe_mesh
 from corral.recipe.schema import HERE, Recipe
+from corral.rewards.scorer_pool import ScorerPools
 from corral.runtime.connection import HOW_TO_START
+from corral.runtime.worker import environments_with_rewards
 
 Show = Callable[[str], None]
 RECOVER_S = 1800.0
@@ -90,6 +92,8 @@ def rehearse(plan: Plan, file: Path, show: Show, *, on_cluster: bool = False) ->
     rehearsal.recipe = rehearsal.recipe.model_copy(update={"name": folder.name})
     prepare(rehearsal)
     small = checked_plan(rehearsal.recipe)
+    if not on_cluster:  # a reward that cannot be loaded is known before all workers start
+        ScorerPools.start(environments_with_rewards(small.recipe)).close()
     report = RehearsalReport(
         str(file), str(folder), describe_machine(), replaced=rehearsal.replaced, links=describe_links(plan)
     )

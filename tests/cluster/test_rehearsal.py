@@ -47,3 +47,14 @@ def test_what_is_broken_says_so_in_words(tmp_path: Path, tiny_model: Path) -> No
     ended = rehearse(tmp_path, tiny_model, "cluster={devices_per_node: 2}", reward)
     assert ended.code == 1
     assert "samples failed, 16 of them with: ValueError: no column `solution`" in ended.errors[-1]
+
+
+@pytest.mark.slow
+def test_a_reward_that_cannot_be_loaded_is_known_before_workers_start(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "broken.py").write_text("import a_package_that_is_not_here\n")
+    reward = f"environment.reward.name={tmp_path}/broken.py:reward"
+    ended = rehearse(tmp_path, tiny_model, "cluster={devices_per_node: 2}", reward)
+    assert ended.code != 0
+    assert "a_package_that_is_not_here" in ended.errors[-1]
+    assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
+    assert not any("starting workers" in line for line in ended.stderr.splitlines())
