@@ -126,7 +126,7 @@ def test_a_firewall_is_named_with_the_direction(sick: dict[str, Any]) -> None:
     assert (level, hosts) == ("error", ["h2", "h3"])
     assert what.startswith("h2 cannot connect to h3:")
     assert "h3 to h2 works: a firewall on h3" in what
-    assert sorted(pair["nodes"] for pair in sick["pairs"]) == [["h1", "h2"], ["h1", "h3"]]
+    assert sorted(pair["nodes"] for pair in sick["speeds"]) == [["h1", "h2"], ["h1", "h3"]]
 
 
 def test_a_folder_that_is_not_shared_is_named(sick: dict[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from corral.cluster.doctor.file_checks import (
     unseen_markers,
     write_marker,
 )
-from corral.cluster.doctor.findings import Finding, NodeRef, PairSpeed, format_pairs
+from corral.cluster.doctor.findings import Finding, GroupSpeed, NodeRef, format_pairs
 from corral.cluster.doctor.network_checks import (
     ClockOffset,
     ConnectionTarget,
@@ -29,11 +31,11 @@ from corral.cluster.doctor.network_checks import (
     check_connections,
     check_interfaces,
     check_own_name,
-    check_pairs,
     check_proxy,
+    check_speeds,
     check_variables,
     clock_offset,
-    pair_result,
+    group_result,
     pair_rounds,
     try_connections,
 )
@@ -230,24 +232,34 @@ def test_all_pairs_are_measured_once_and_no_node_twice_in_a_round(num_nodes: int
     assert len(found) == max(0, num_nodes - 1 + num_nodes % 2) * (num_nodes > 1)
 
 
-def pair(one: NodeRef, other: NodeRef, speed: float = 1e9, error: str = "") -> PairSpeed:
-    return PairSpeed(one, other, "gloo", "eth0", 1e-4, speed, error)
+def pair(one: NodeRef, other: NodeRef, speed: float = 1e9, error: str = "") -> GroupSpeed:
+    return GroupSpeed((one, other), "gloo", "eth0", 2, 1e-4, speed, error=error)
 
 
 def test_a_pair_that_is_far_slower_than_the_others_is_named() -> None:
-    [found] = check_pairs([pair(H1, H2), pair(H2, H3), pair(H1, H3, 1e8)])
+    [found] = check_speeds([pair(H1, H2), pair(H2, H3), pair(H1, H3, 1e8)])
     assert found.level == "warning"
     assert found.nodes == (H1, H3)
     assert "100" in found.what or "0.10 GB/s" in found.what
-    assert [one.level for one in check_pairs([pair(H1, H2), pair(H2, H3, 5e8)])] == ["ok"]
+    assert [one.level for one in check_speeds([pair(H1, H2), pair(H2, H3, 5e8)])] == ["ok"]
 
 
 def test_a_pair_that_hangs_is_an_error() -> None:
-    hung = pair_result(PairSpeed(H1, H2, "nccl"), 4000, {H1: "no result within 30 s"})
+    hung = group_result(GroupSpeed((H1, H2), "nccl"), 4000, {H1: "no result within 30 s"})
     assert hung.error == "no result within 30 s"
-    [found] = check_pairs([hung])
+    [found] = check_speeds([hung])
     assert (found.level, found.nodes) == ("error", (H1, H2))
     assert "NCCL_DEBUG" in found.fix
+
+
+def test_all_devices_are_a_group_beside_pairs() -> None:
+    whole = replace(GroupSpeed((H1, H2), "nccl", num_devices=16), bytes_per_s=2e10, exchanged_per_s=1e10)
+    found = check_speeds([pair(H1, H2), replace(whole, transports=("NET/IB", "P2P")), replace(whole, error="hangs")])
+    texts = {finding.level: finding.what for finding in found if "nccl" in finding.what}
+    assert texts["error"] == "all 16 GPUs cannot sum a tensor together with nccl: hangs"
+    assert texts["ok"].startswith("nccl between all 16 GPUs: 20.00 GB/s")
+    assert texts["ok"].endswith("all-to-all 10.00 GB/s; over NET/IB and P2P")
+    assert format_pairs([whole]) == []
 
 
 def test_the_table_of_pairs_is_a_triangle() -> None:
@@ -270,17 +282,27 @@ def test_processes_of_a_node_sum_a_tensor_and_one_that_waits_in_vain_is_ended(
     inspector: Callable[[], NodeInspector], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    one = inspector()
+    one, other = inspector(), inspector()
     try:
         findings: tuple[Finding, ...] = one.examine().findings
         assert {"torch", "memory", "disk"} <= {finding.check for finding in findings}
-        measured = one.all_reduce_inside(2, "gloo", within(60))
-        assert not isinstance(measured, str), measured
-        assert measured[0] > 0
-        assert measured[1] > 1e6
         port = one.open_store(within(60))
         assert isinstance(port, int)
-        assert one.all_reduce("127.0.0.1", port, 0, 2, "gloo", limit_s=0.5) == "no result within 0.5 s"
+        with ThreadPoolExecutor(2) as pool:  # two nodes with two devices and one
+            ranks = [(one, 0, 2), (other, 2, 1)]
+            calls = [
+                pool.submit(node.measure_group, "127.0.0.1", port, first, number, 3, "gloo", within(60))
+                for node, first, number in ranks
+            ]
+            for measured in [call.result() for call in calls]:
+                assert not isinstance(measured, str), measured
+                assert measured["latency_s"] > 0
+                assert measured["bytes_per_s"] > 1e6
+                assert measured["exchanged_per_s"] > 1e6
+        port = one.open_store(within(60))
+        assert isinstance(port, int)
+        assert one.measure_group("127.0.0.1", port, 0, 1, 2, "gloo", limit_s=0.5) == "no result within 0.5 s"
         assert one.probes[0].process is None
     finally:
         one.close()
+        other.close()

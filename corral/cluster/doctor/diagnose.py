@@ -7,11 +7,12 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from corral.cluster.doctor import file_checks, network_checks, recipe_checks
-from corral.cluster.doctor.findings import Diagnosis, Finding, NodeRef, PairSpeed, at_node
+from corral.cluster.doctor.findings import Diagnosis, Finding, GroupSpeed, NodeRef, at_node
 from corral.cluster.doctor.machine_checks import check_num_gpus
 from corral.cluster.doctor.network_checks import ConnectionTarget, check_open_ports
 from corral.cluster.doctor.node_inspector import (
@@ -258,13 +259,14 @@ class Survey:
         if busy:
             what = "a run is under way here: speeds are what it leaves; NCCL, which would take its memory, is not tried"
             self.add([Finding("note", "all-reduce", what, nodes=tuple(busy))])
-        self.diagnosis.pairs += self.measure_pairs("gloo", broken)
+        speeds = self.diagnosis.speeds
+        speeds += self.measure_pairs("gloo", broken)
         if not busy:
-            self.diagnosis.pairs += self.measure_pairs("nccl", broken)
-            self.diagnosis.pairs += self.measure_inside("nccl")
-        self.add(network_checks.check_pairs(self.diagnosis.pairs))
+            speeds += self.measure_pairs("nccl", broken)
+            speeds += self.measure_all_devices("nccl")
+        self.add(network_checks.check_speeds(speeds))
 
-    def measure_pairs(self, backend: str, broken: set[frozenset[NodeRef]]) -> list[PairSpeed]:
+    def measure_pairs(self, backend: str, broken: set[frozenset[NodeRef]]) -> list[GroupSpeed]:
         """Measures all pairs but the broken ones, in rounds as of a tournament: in each of them every node is in one
         pair at most, and so disturbs no other."""
         able = [node for node in self.nodes.refs if backend == "gloo" or self.states[node].torch.available]
@@ -273,39 +275,42 @@ class Survey:
             pairs = [(able[one], able[other]) for one, other in pairs_of_round]
             pairs = [pair for pair in pairs if frozenset(pair) not in broken and set(pair) <= set(self.nodes.refs)]
             self.options.report(f"{backend} all-reduce, round {number}: {len(pairs)} pairs")
-            found += self.measure_round(pairs, backend)
+            found += self.measure_groups([{one: 1, other: 1} for one, other in pairs], backend, PAIR_S)
         return found
 
-    def measure_round(self, pairs: Sequence[tuple[NodeRef, NodeRef]], backend: str) -> list[PairSpeed]:
-        limit_s = min(PAIR_S, self.options.limit_s)
+    def measure_all_devices(self, backend: str) -> list[GroupSpeed]:
+        """Measures the GPUs of each node that has several, then those of all nodes in one group, as a run makes it."""
+        devices = {node: self.states[node].torch.num_devices for node in self.nodes.refs}
+        devices = {node: number for node, number in devices.items() if number}
+        found = []
+        if inside := [{node: number} for node, number in devices.items() if number > 1]:
+            self.options.report(f"{backend} all-reduce inside nodes")
+            found += self.measure_groups(inside, backend, 2 * PAIR_S)
+        if len(devices) > 1 and sum(devices.values()) > 2:
+            self.options.report(f"{backend} all-reduce of all GPUs")
+            found += self.measure_groups([devices], backend, 2 * PAIR_S)
+        return found
+
+    def measure_groups(self, groups: Sequence[Mapping[NodeRef, int]], backend: str, most_s: float) -> list[GroupSpeed]:
+        """Measures groups that have no node in common, at once. A group: how many devices of each node."""
+        limit_s = min(most_s, self.options.limit_s)
         wait_s = limit_s + self.options.limit_s
-        first = [one for one, _ in pairs]
+        first = [next(iter(group)) for group in groups]
         ports = self.nodes.call(NodeInspector.open_store, same_for_all(limit_s), only=first, limit_s=wait_s)
-        pair_of = {node: pair for pair in pairs if isinstance(ports.get(pair[0]), int) for node in pair}
-
-        def arguments(node: NodeRef) -> list[Any]:
-            pair = pair_of[node]
-            return [pair[0].address, ports[pair[0]], pair.index(node), 2, backend, limit_s]
-
-        answers = self.nodes.call(NodeInspector.all_reduce, arguments, only=list(pair_of), limit_s=wait_s)
-        measured = [PairSpeed(one, other, backend, self.states[one].interface) for one, other in pairs]
-        return [network_checks.pair_result(pair, ports.get(pair.one), answers) for pair in measured]
-
-    def measure_inside(self, backend: str) -> list[PairSpeed]:
-        """Measures the GPUs of each node that has several."""
-        sizes = {node: self.states[node].torch.num_devices for node in self.nodes.refs}
-        several = [node for node, size in sizes.items() if size > 1]
-        if not several:
-            return []
-        self.options.report(f"{backend} all-reduce inside nodes")
-        limit_s = min(2 * PAIR_S, self.options.limit_s)
+        arguments: dict[NodeRef, list[Any]] = {}
+        for head, group in zip(first, groups, strict=True):
+            store = [head.address or "127.0.0.1", ports.get(head)]
+            if isinstance(store[1], int):
+                for node, rank in zip(group, accumulate(group.values(), initial=0), strict=False):
+                    arguments[node] = [*store, rank, group[node], sum(group.values()), backend, limit_s]
         answers = self.nodes.call(
-            NodeInspector.all_reduce_inside,
-            lambda node: [sizes[node], backend, limit_s],
-            only=several,
-            limit_s=2 * limit_s + self.options.limit_s,
+            NodeInspector.measure_group, arguments.__getitem__, only=list(arguments), limit_s=wait_s
         )
-        return [network_checks.pair_result(PairSpeed(node, node, backend), 0, answers) for node in several]
+        measured = [
+            GroupSpeed(tuple(group), backend, self.states[head].interface, sum(group.values()))
+            for head, group in zip(first, groups, strict=True)
+        ]
+        return [network_checks.group_result(one, ports.get(one.nodes[0]), answers) for one in measured]
 
     # --- the recipe
 

@@ -33,38 +33,48 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class PairSpeed:
-    """How fast two nodes sum a tensor together; with the same node twice, the GPUs of that node."""
+class GroupSpeed:
+    """How fast devices sum a tensor and exchange its parts: one of each of two nodes, or all devices of the nodes."""
 
-    one: NodeRef
-    other: NodeRef
+    nodes: tuple[NodeRef, ...]
     backend: str
     interface: str = ""
+    num_devices: int = 2
     latency_s: float = 0.0
     bytes_per_s: float = 0.0
+    exchanged_per_s: float = 0.0
+    transports: Sequence[str] = ()
+    """That NCCL chose: P2P, SHM, NET/IB, NET/Socket."""
     error: str = ""
 
     def __str__(self) -> str:
-        return f"the GPUs of {self.one.host}" if self.is_inside else f"{self.one.host} and {self.other.host}"
+        if self.is_pair:
+            return " and ".join(node.host for node in self.nodes)
+        return f"the GPUs of {self.nodes[0].host}" if len(self.nodes) == 1 else f"all {self.num_devices} GPUs"
 
     @property
-    def is_inside(self) -> bool:
-        return self.one == self.other
+    def is_pair(self) -> bool:
+        return len(self.nodes) == self.num_devices == 2
+
+    @property
+    def kind(self) -> str:
+        if self.is_pair:
+            return "between pairs"
+        return "inside nodes" if len(self.nodes) == 1 else f"between {self}"
 
     @property
     def cell(self) -> str:
         return "failed" if self.error else f"{format_speed(self.bytes_per_s)} {self.latency_s * 1e6:.0f} µs"
 
     def as_dict(self) -> dict[str, Any]:
-        fields = {name: value for name, value in asdict(self).items() if name not in ("one", "other")}
-        return {"nodes": [self.one.host, self.other.host], **fields}
+        return {**asdict(self), "nodes": [node.host for node in self.nodes]}
 
 
 @dataclass
 class Diagnosis:
     nodes: list[NodeRef]
     findings: list[Finding] = field(default_factory=list)
-    pairs: list[PairSpeed] = field(default_factory=list)
+    speeds: list[GroupSpeed] = field(default_factory=list)
 
     @property
     def num_errors(self) -> int:
@@ -74,7 +84,7 @@ class Diagnosis:
         return {
             "nodes": [{"rank": node.rank, "host": node.host, "address": node.address} for node in self.nodes],
             "findings": [asdict(finding) for finding in self.findings],
-            "pairs": [pair.as_dict() for pair in self.pairs],
+            "speeds": [group.as_dict() for group in self.speeds],
         }
 
     def text(self) -> str:
@@ -94,7 +104,7 @@ class Diagnosis:
             passed = [finding for finding in self.findings if finding.check == name and finding.level == "ok"]
             if passed:
                 lines.append(f"{'ok':<{level_width}}  {name:<{width}}  {self._summary(passed)}")
-        if pairs := format_pairs(self.pairs):
+        if pairs := format_pairs(self.speeds):
             lines += ["", *pairs]
         counts = {level: len(found) for level, found in merged.items()}
         verdict = ", ".join(f"{number} {level}{'s' * (number != 1)}" for level, number in counts.items() if number)
@@ -157,16 +167,16 @@ def format_speed(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e8 else f"{bytes_per_s / 1e6:.1f} MB/s"
 
 
-def format_pairs(pairs: Sequence[PairSpeed]) -> list[str]:
+def format_pairs(groups: Sequence[GroupSpeed]) -> list[str]:
     """A table of the pairs of nodes for each backend; with many nodes only the slowest."""
     lines = []
-    for backend in dict.fromkeys(pair.backend for pair in pairs):
-        own = [pair for pair in pairs if pair.backend == backend and not pair.is_inside]
+    for backend in dict.fromkeys(group.backend for group in groups):
+        own = [group for group in groups if group.backend == backend and group.is_pair]
         if not own:
             continue
         interfaces = ", ".join(dict.fromkeys(pair.interface for pair in own if pair.interface))
         lines.append(f"{backend} all-reduce between pairs" + (f", over {interfaces}" if interfaces else ""))
-        nodes = {node for pair in own for node in (pair.one, pair.other)}
+        nodes = {node for pair in own for node in pair.nodes}
         if len(nodes) <= MAX_NODES_IN_TABLE:
             lines += format_matrix(own, sorted(nodes, key=lambda node: (node.rank is None, node.rank or 0, node.host)))
         else:
@@ -175,8 +185,8 @@ def format_pairs(pairs: Sequence[PairSpeed]) -> list[str]:
     return lines
 
 
-def format_matrix(pairs: Sequence[PairSpeed], nodes: Sequence[NodeRef]) -> list[str]:
-    cells = {frozenset((pair.one, pair.other)): pair.cell for pair in pairs}
+def format_matrix(pairs: Sequence[GroupSpeed], nodes: Sequence[NodeRef]) -> list[str]:
+    cells = {frozenset(pair.nodes): pair.cell for pair in pairs}
     width = max(len(text) for text in [*cells.values(), *(node.host for node in nodes)])
     name = max(len(node.host) for node in nodes)
     lines = [" " * name + "".join(f"  {node.host:>{width}}" for node in nodes[:-1])]

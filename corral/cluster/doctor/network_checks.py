@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from corral.cluster.doctor.findings import Finding, NodeRef, PairSpeed, format_hosts, format_some, format_speed
+from corral.cluster.doctor.findings import Finding, GroupSpeed, NodeRef, format_hosts, format_some, format_speed
 from corral.cluster.node_processes import SERVERS, NodeProcess, ProcessTable, raylet_of, socket_inodes, tcp_sockets
 from corral.runtime.membership import own_memberships
 from corral.runtime.network import INTERFACE_VARIABLES, is_loopback, split_address
@@ -241,46 +241,48 @@ def pair_rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
     return [pairs for pairs in found if pairs]
 
 
-def pair_result(pair: PairSpeed, port: int | str | None, answers: Mapping[NodeRef, Any]) -> PairSpeed:
-    """The pair with what its nodes have measured. A text instead of numbers is an error, and so is None."""
-    results = [SILENT if port is None else port, *(answers.get(node, SILENT) for node in (pair.one, pair.other))]
+def group_result(group: GroupSpeed, port: int | str | None, answers: Mapping[NodeRef, Any]) -> GroupSpeed:
+    """The group with what its nodes have measured. A text instead of numbers is an error, and so is None."""
+    results = [SILENT if port is None else port, *(answers.get(node, SILENT) for node in group.nodes)]
     errors = list(dict.fromkeys(error for error in results if isinstance(error, str)))
     if errors:
-        return replace(pair, error="; ".join([error for error in errors if error != SILENT] or errors))
-    latency_s, bytes_per_s = answers[pair.one]
-    return replace(pair, latency_s=latency_s, bytes_per_s=bytes_per_s)
+        return replace(group, error="; ".join([error for error in errors if error != SILENT] or errors))
+    return replace(group, **answers[group.nodes[0]])
 
 
-def check_pairs(pairs: Sequence[PairSpeed]) -> Iterator[Finding]:
-    for backend in dict.fromkeys(pair.backend for pair in pairs):
-        own = [pair for pair in pairs if pair.backend == backend]
-        for pair in own:
-            if pair.error:
-                what = f"{pair} cannot sum a tensor together with {backend}: {pair.error}"
+def check_speeds(groups: Sequence[GroupSpeed]) -> Iterator[Finding]:
+    for backend in dict.fromkeys(group.backend for group in groups):
+        own = [group for group in groups if group.backend == backend]
+        for group in own:
+            if group.error:
+                what = f"{group} cannot sum a tensor together with {backend}: {group.error}"
                 fix = "a firewall, or the wrong network: GLOO_SOCKET_IFNAME chooses another"
                 if backend == "nccl":
                     fix = (
                         "run it again with NCCL_DEBUG=INFO; often /dev/shm, NCCL_SOCKET_IFNAME, or InfiniBand that "
                         "one node lacks"
                     )
-                yield Finding("error", "all-reduce", what, fix, tuple(dict.fromkeys((pair.one, pair.other))))
-        for is_inside in (False, True):
-            yield from compare_speeds([pair for pair in own if not pair.error and pair.is_inside == is_inside])
+                yield Finding("error", "all-reduce", what, fix, group.nodes)
+        fine = [group for group in own if not group.error]
+        for kind in dict.fromkeys(group.kind for group in fine):
+            yield from compare_speeds([group for group in fine if group.kind == kind])
 
 
-def compare_speeds(pairs: Sequence[PairSpeed]) -> Iterator[Finding]:
-    if not pairs:
-        return
-    usual = median(pair.bytes_per_s for pair in pairs)
-    slow = [pair for pair in pairs if pair.bytes_per_s < FAR_SLOWER * usual]
-    for pair in slow:
-        speeds = f"{format_speed(pair.bytes_per_s)} with {pair.backend}, and the median is {format_speed(usual)}"
+def compare_speeds(groups: Sequence[GroupSpeed]) -> Iterator[Finding]:
+    """Of groups of one kind."""
+    usual = median(group.bytes_per_s for group in groups)
+    slow = [group for group in groups if group.bytes_per_s < FAR_SLOWER * usual]
+    for group in slow:
+        speeds = f"{format_speed(group.bytes_per_s)} with {group.backend}, and the median is {format_speed(usual)}"
         fix = "look at cable, switch port and interface speed (ethtool) of the node that all slow pairs share"
-        yield Finding("warning", "all-reduce", f"{pair}: {speeds}", fix, tuple(dict.fromkeys((pair.one, pair.other))))
+        yield Finding("warning", "all-reduce", f"{group}: {speeds}", fix, group.nodes)
     if not slow:
-        kind = "inside nodes" if pairs[0].is_inside else f"between {len(pairs)} pair{'s' * (len(pairs) > 1)}"
-        latency = max(pair.latency_s for pair in pairs)
-        what = f"{pairs[0].backend} {kind}: {format_speed(usual)} (median), {latency * 1e6:.0f} µs at most"
+        latency = max(group.latency_s for group in groups)
+        exchanged = format_speed(median(group.exchanged_per_s for group in groups))
+        what = f"{groups[0].backend} {groups[0].kind}: {format_speed(usual)} (median), {latency * 1e6:.0f} µs at most"
+        what += f"; all-to-all {exchanged}"
+        if transports := sorted({transport for group in groups for transport in group.transports}):
+            what += f"; over {' and '.join(transports)}"
         yield Finding("ok", "all-reduce", what)
 
 

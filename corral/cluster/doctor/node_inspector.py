@@ -158,31 +158,29 @@ class NodeInspector:
         except ProbeFailed as failure:
             return str(failure)
 
-    def all_reduce(
-        self, address: str, port: int, rank: int, size: int, backend: str, limit_s: float, number: int = 0
-    ) -> list[float] | str:
-        """Latency and bandwidth, or what went wrong. `number`: of the node's probe and GPU."""
-        device = "cpu" if backend == "gloo" else f"cuda:{number}"
-        arguments = {"address": address, "port": port, "rank": rank, "size": size, "backend": backend, "device": device}
-        try:
-            measured: list[float] = self._probe(number).call("all_reduce", limit_s, limit_s=limit_s, **arguments)
-            return measured
-        except ProbeFailed as failure:
-            return str(failure)
+    def measure_group(
+        self, address: str, port: int, first: int, number: int, size: int, backend: str, limit_s: float
+    ) -> dict[str, Any] | str:
+        """Fields of `GroupSpeed`, or what went wrong. `first`, `number`: the ranks of this node, each of which has a
+        process and a GPU of its own. `address`, `port`: of the group's store."""
+        for own in range(number):
+            self._probe(own).start()  # not by a thread: a probe ends with the thread that started it
 
-    def all_reduce_inside(self, size: int, backend: str, limit_s: float) -> list[float] | str:
-        """Latency and bandwidth between the GPUs of this node, each in a process of its own; or what went wrong."""
-        port = self.open_store(limit_s)
-        if isinstance(port, str):
-            return port
-        for number in range(size):
-            self._probe(number).start()  # not by a thread: a probe ends with the thread that started it
-        with ThreadPoolExecutor(size) as pool:
-            ranks = [
-                pool.submit(self.all_reduce, self.request.address, port, rank, size, backend, limit_s, rank)
-                for rank in range(size)
-            ]
-            results = [rank.result() for rank in ranks]
+        def measure(own: int) -> dict[str, Any] | str:
+            device = "cpu" if backend == "gloo" else f"cuda:{own}"
+            try:
+                measured: dict[str, Any] = self._probe(own).call(
+                    "measure_group",
+                    limit_s,
+                    **{"address": address, "port": port, "rank": first + own, "size": size, "backend": backend},
+                    **{"device": device, "limit_s": limit_s},
+                )
+                return measured
+            except ProbeFailed as failure:
+                return str(failure)
+
+        with ThreadPoolExecutor(number) as pool:
+            results = list(pool.map(measure, range(number)))
         return next((result for result in results if isinstance(result, str)), results[0])
 
     def close(self) -> None:

@@ -7,12 +7,14 @@ standard error. `TorchProbe` is the caller's side, `serve` the process itself.
 import contextlib
 import json
 import os
+import re
 import select
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from corral.child_process import describe_exit, die_with_parent, start_child, terminate_group
@@ -131,8 +133,11 @@ def open_store(address: str, limit_s: float) -> int:
     return int(store.port)
 
 
-def all_reduce(address: str, port: int, rank: int, size: int, backend: str, device: str, limit_s: float) -> list[float]:
-    """Seconds for an all-reduce of one number, and bytes per second that a rank sends and receives in a large one."""
+def measure_group(
+    address: str, port: int, rank: int, size: int, backend: str, device: str, limit_s: float
+) -> dict[str, Any]:
+    """Fields of `GroupSpeed`: seconds for an all-reduce of one number, bytes per second that a rank sends in a large
+    one and in an all-to-all, and the transports that NCCL chose."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore
@@ -140,18 +145,43 @@ def all_reduce(address: str, port: int, rank: int, size: int, backend: str, devi
     timeout = timedelta(seconds=limit_s)
     if device != "cpu":
         torch.cuda.set_device(device)
+        log_nccl()
     store = STORES.get(port) or TCPStore(address, port, is_master=False, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
-        one, many = (torch.ones(number, device=device) for number in (1, SIZES[backend] // 4))
+        one, many = torch.ones(1, device=device), torch.ones(SIZES[backend] // 4 // size * size, device=device)
+        received = torch.empty_like(many)
         latency_s = min(timed(lambda: dist.all_reduce(one), device) for _ in range(LATENCY_CALLS))
-        bulk_s, began = [timed(lambda: dist.all_reduce(many), device)], time.monotonic()
-        while agree(time.monotonic() - began < MEASURE_S, device):  # all ranks must stop after the same call
-            bulk_s.append(timed(lambda: dist.all_reduce(many), device))
-        return [latency_s, SIZES[backend] * 2 * (size - 1) / size / min(bulk_s)]
+        sent = many.nbytes * (size - 1) / size
+        return {
+            "latency_s": latency_s,
+            "bytes_per_s": 2 * sent / fastest(lambda: dist.all_reduce(many), device),
+            "exchanged_per_s": sent / fastest(lambda: dist.all_to_all_single(received, many), device),
+            "transports": sorted(set(re.findall(r" via (P2P|SHM|NET/\w+)", read_nccl_log()))),
+        }
     finally:
         dist.destroy_process_group()
         STORES.clear()
+
+
+def log_nccl() -> None:
+    """Has NCCL write how it connects ranks into memory, unless the user has it write elsewhere. It asks once in a
+    process, before its first group."""
+    if "NCCL_DEBUG_FILE" not in os.environ:
+        os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"/proc/self/fd/{os.memfd_create('nccl')}"}
+
+
+def read_nccl_log() -> str:
+    file = Path(os.environ.get("NCCL_DEBUG_FILE", ""))
+    return file.read_text(errors="replace") if file.is_file() else ""
+
+
+def fastest(call: Callable[[], object], device: str) -> float:
+    """Seconds of the fastest of several calls; all ranks stop after the same one."""
+    took_s, began = [timed(call, device)], time.monotonic()
+    while agree(time.monotonic() - began < MEASURE_S, device):
+        took_s.append(timed(call, device))
+    return min(took_s)
 
 
 def agree(more: bool, device: str) -> bool:
@@ -174,4 +204,6 @@ def timed(call: Callable[[], object], device: str) -> float:
     return time.perf_counter() - began
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"torch": inspect_torch, "open_store": open_store, "all_reduce": all_reduce}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{"torch": inspect_torch, "open_store": open_store, "measure_group": measure_group}
+}
