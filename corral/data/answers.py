@@ -4,6 +4,8 @@ import re
 from decimal import Decimal
 from typing import Any
 
+from corral.data.words import ascii_forms, without_characters
+
 _NUMBER = re.compile(
     r"""
     (?P<sign> (?<![\w)\]]) [-+−] )?            # a sign, but not the minus of `5-3`
@@ -30,13 +32,13 @@ def references(answer: Any) -> list[Any]:
 
 
 def numbers(text: str) -> list[Decimal]:
-    """Every number in `text`, in order: `1,234`, `$5`, `-0.5`, `1e6`."""
-    return [_decimal(match) for match in _NUMBER.finditer(text)]
+    """Every number in `text`, in order: `1,234`, `$5`, `-0.5`, `1e6`, `７２`."""
+    return [_decimal(match) for match in _NUMBER.finditer(without_characters(ascii_forms(text)))]
 
 
 def as_number(answer: object) -> Decimal:
     """The number that a reference answer is; raises ValueError if it is something else."""
-    match = _NUMBER.fullmatch(str(answer).strip())
+    match = _NUMBER.fullmatch(ascii_forms(str(answer)).strip())
     if match is None or isinstance(answer, bool):
         raise ValueError(f"the answer {answer!r} is not a number")
     return _decimal(match)
@@ -44,7 +46,7 @@ def as_number(answer: object) -> Decimal:
 
 def after_hashes(text: str) -> str | None:
     """What follows the last `####`, to the end of its line (the final answer in GSM8K's format)."""
-    _, hashes, rest = text.rpartition("####")
+    _, hashes, rest = ascii_forms(text).rpartition("####")
     return rest.strip().partition("\n")[0].strip() if hashes and rest.strip() else None
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from corral.data.words import words_and_pairs
 from corral.recipe.errors import UserError
 from corral.retrieval.searcher import Corpus, Hit, Progress, retriever_extra, silent
 
@@ -154,17 +155,23 @@ def write_parameters(path: Path, num_passages: int, settings: Bm25Settings) -> N
 
 
 def splitter(language: str) -> Split:
-    """Words as bm25s splits them, with its stop words and PyStemmer's stems."""
+    """Words as bm25s splits them, with its stop words and PyStemmer's stems; in every language, Chinese and other text
+    without spaces in pairs of characters."""
     if language not in LANGUAGES:
         raise UserError(f"`{language}` is not a language for BM25; there are: {', '.join(LANGUAGES)}")
     if language == "none":
-        return lambda text: WORD.findall(text.lower())
+        return lambda text: words_and_pairs(text.lower(), WORD.findall)
     with retriever_extra():
         import Stemmer
         from bm25s import stopwords
     name = "STOPWORDS_EN" if language == "english" else f"STOPWORDS_{language.upper()}"
     stop, stems = frozenset(getattr(stopwords, name)), Stemmer.Stemmer(language)
-    return lambda text: stems.stemWords([word for word in WORD.findall(text.lower()) if word not in stop])
+
+    def find_words(text: str) -> list[str]:
+        found: list[str] = stems.stemWords([word for word in WORD.findall(text) if word not in stop])
+        return found
+
+    return lambda text: words_and_pairs(text.lower(), find_words)
 
 
 class Bm25Searcher:

@@ -2,16 +2,19 @@
 
 The answer is what stands in the last `<answer>...</answer>` of the response. What stands in `<information>` is not the
 model's own, and no answer is looked for in it. The reference is a text, a list of texts any of which is right, or a
-dict with such a list as `target` (Search-R1's layout).
+dict with such a list as `target` (Search-R1's layout). In scripts without spaces each character is a word, as in
+MLQA's and CMRC's evaluation of Chinese and KorQuAD's of Korean.
 """
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from corral.data.answers import references
+from corral.data.words import ascii_forms, words
 from corral.rewards.reward_function import built_in
 
 TAGS = ("think", "search", "information", "answer")
@@ -111,10 +114,13 @@ def is_well_formed(response: str) -> bool:
 
 
 def normalized(text: str) -> str:
-    """Lower case without punctuation, articles and superfluous spaces; a text that is nothing else is left as it is."""
-    lowered = text.lower()
-    words = ARTICLES.sub(" ", lowered.translate(NO_PUNCTUATION)).split()
-    return " ".join(words or lowered.split())
+    """Lower case without punctuation, articles and superfluous spaces, in Unicode's compatible forms; a text that is
+    nothing else is left as it is."""
+    lowered = ascii_forms(unicodedata.normalize("NFKC", text).lower())
+    bare = lowered.translate(NO_PUNCTUATION)
+    if not bare.isascii():
+        bare = "".join(one for one in bare if unicodedata.category(one)[0] != "P")
+    return " ".join(words(ARTICLES.sub(" ", bare)) or lowered.split())
 
 
 def normalized_references(answer: Any) -> set[str]:
@@ -123,9 +129,9 @@ def normalized_references(answer: Any) -> set[str]:
     return {normalized(str(one)) for one in references(answer)}
 
 
-def contains(text: str, words: str) -> bool:
-    """Whether these words stand in the text side by side. (`12` is not in `2012`.)"""
-    return f" {words} " in f" {text} "
+def contains(text: str, reference: str) -> bool:
+    """Whether the words of the reference stand in the text side by side. (`12` is not in `2012`.)"""
+    return f" {reference} " in f" {text} "
 
 
 def word_overlap(text: str, reference: str) -> float:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from corral.data.answers import after_hashes, as_number, last_boxed, numbers, references
 from corral.data.plugins import is_spec
 from corral.data.rows import Message, Row
+from corral.data.words import ascii_forms, without_characters
 from corral.rewards.reward_function import arguments_for, built_in, check_name, load_function
 
 GSM8K_LAST_CHARACTERS = 300
@@ -106,10 +107,13 @@ def math(
     plain = [
         (last_boxed(text) or after_hashes(text) or text).strip().strip("$") for text in map(str, references(answer))
     ]
+    response = ascii_forms(response)
     boxed = last_boxed(response)
     # Words, such as \text{Monday}, are no expressions: those are right when they are the same.
     if boxed is not None and any("".join(boxed.split()) == "".join(one.split()) for one in plain):
         return right
+    if boxed is None:
+        response = without_characters(response)  # math-verify finds what stands between spaces
     parsed = math_verify.parse(response, parsing_timeout=None)
     for reference in plain:
         expected = math_verify.parse(f"\\boxed{{{reference}}}", parsing_timeout=None)

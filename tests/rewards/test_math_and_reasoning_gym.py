@@ -18,6 +18,11 @@ from corral.rewards.scorers import math, reasoning_gym
         (r"\boxed{72}", "48 + 24 = 72\n#### 72"),
         (r"\boxed{3}", r"so it is \boxed{3}"),
         ("so 72", 72),
+        ("答案：７２。", 72),
+        ("一共有72个苹果", "#### 72"),
+        ("답은 72입니다.", 72),
+        (r"答案是 $\frac{1}{2}$。", "0.5"),
+        (r"所以是\boxed{７２}", 72),
         (r"\boxed{0.5}", [r"\boxed{3}", r"\boxed{\frac{1}{2}}"]),
         (r"\boxed{ \text{Monday} }", ("3", r"\text{Monday}")),
     ],
@@ -30,6 +35,7 @@ def test_math_accepts_what_is_equal(response: str, answer: Any) -> None:
 def test_math_gives_the_format_score_for_a_wrong_answer_in_a_box() -> None:
     pytest.importorskip("math_verify")
     assert math(r"\boxed{4}", "3") == 0
+    assert math(r"共72人，答案是\boxed{北京}", "72") == 0
     assert math(r"\boxed{4}", "3", format_score=0.1) == 0.1
     assert math("4", "3", format_score=0.1) == 0
 

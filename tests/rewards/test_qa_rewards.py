@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -148,3 +150,15 @@ def test_they_are_reward_functions_that_a_recipe_can_name(name: str) -> None:
     function = load_function(name, {})
     row = Row([], ["Paris"], "", {})
     assert call_reward(function, f"{THINK}<answer>Paris</answer>", row, {}).reward == 1.0
+
+
+ANSWERS = Path(__file__).with_name("answers_without_spaces.txt").read_text().splitlines()[1:]
+
+
+@pytest.mark.parametrize("line", ANSWERS)
+def test_answers_in_scripts_without_spaces_are_compared_by_characters(line: str) -> None:
+    reference, found, verdicts = line.split(" | ")
+    response = f"<answer>{found}</answer>"
+    scores = [str(int(score(response, reference))) for score in (em, sub_em)]
+    overlap = f1(response, reference)
+    assert [*scores, "~" if 0 < overlap < 1 else str(int(overlap))] == verdicts.split()

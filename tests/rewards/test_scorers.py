@@ -23,6 +23,8 @@ from corral.rewards.scorers import exact, gsm8k, number, regex
         (".5 and 1e6", ["0.5", "1e6"]),
         ("gpt4 v1.5 H2O", []),
         (r"\boxed{12}", [12]),
+        ("答案是-５，共１，２３４．５元。", [-5, "1234.5"]),
+        ("คำตอบคือ ๗๒", [72]),
         ("", []),
     ],
 )
