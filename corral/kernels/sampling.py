@@ -49,13 +49,14 @@ def sample_tokens(
 
 
 def uniform(seeds: Tensor, counters: Tensor) -> Tensor:
-    """A number in [0, 1) for each (seed, counter), by splitmix64, which needs no state.
+    """A number in (0, 1) for each (seed, counter), by splitmix64, which needs no state.
 
     23 bits, one fewer than float32 holds below 1: the largest number times the sum of a row's weights is then never
-    rounded up to that sum, behind which there is no token.
+    rounded up to that sum, behind which there is no token. Instead of 0 it is half of the next number: at 0 the first
+    token begins, so that it would be sampled once in 2^23 times however unlikely it is.
     """
     z = _splitmix64(_splitmix64(seeds) + (counters.long() + 1) * GOLDEN_GAMMA)
-    return _shift_right(z, 41).to(torch.float32) * 2.0**-23
+    return _shift_right(z, 41).to(torch.float32).clamp(min=0.5) * 2.0**-23
 
 
 def _splitmix64(z: Tensor) -> Tensor:
