@@ -65,13 +65,13 @@ def test_a_point_behind_the_sum_of_its_tile_is_no_reason_to_sample_an_impossible
     """The first kernel's sums say that the point is in the tile; the second one's are smaller."""
     logits = torch.full((1, 64), -40.0, device=device)
     logits[0, 20] = 0.0
-    m, l = torch.zeros(1, 1, device=device), torch.full((1, 1), 2.0, device=device)
+    of_tile = torch.zeros(1, 1, device=device), torch.full((1, 1), 2.0, device=device)  # m and l
     argmax = torch.full((1, 1), 20, dtype=torch.int32, device=device)
     seeds = torch.arange(8, device=device)
     rows, counters = torch.zeros_like(seeds), torch.zeros_like(seeds).int()
     tokens, logprobs = torch.zeros_like(seeds), torch.zeros(8, device=device)
     sampling_kernels._sample_kernel[(8,)](
-        logits, rows, torch.ones(1, device=device), seeds, counters, m, l, argmax, tokens, logprobs, 64, 64, 1,
+        logits, rows, torch.ones(1, device=device), seeds, counters, *of_tile, argmax, tokens, logprobs, 64, 64, 1,
         TILE=64, NUM_TILES=1,
     )  # fmt: skip
     assert (uniform(seeds, counters) * 2 > 1.01).any()
