@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from corral.recipe.schema import SORTED_ROWS
+
 GOLDEN_GAMMA, MIX_1, MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685  # splitmix64's constants
 
 
@@ -81,7 +83,14 @@ def truncate_logits(logits: Tensor, truncation: Truncation) -> Tensor:
     top-p keeps the smallest set of most likely tokens whose probability reaches p of what top-k left, as transformers
     and vLLM do it, and always the most likely one.
     """
-    top_k, top_p, min_p = truncation.top_k, truncation.top_p, truncation.min_p
+    columns = (logits, truncation.top_k, truncation.top_p, truncation.min_p)
+    parts = zip(*(column.split(SORTED_ROWS) for column in columns), strict=True)
+    smallest = torch.cat([smallest_kept(*part) for part in parts])
+    return logits.masked_fill(logits < smallest, -torch.inf)
+
+
+def smallest_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """[rows, 1]. Sorting takes ten times the memory of the logits, so it is done for a few rows at a time."""
     ordered, _ = logits.sort(-1, descending=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     keep = rank < torch.where(top_k > 0, top_k, logits.shape[-1])[:, None]
@@ -90,8 +99,7 @@ def truncate_logits(logits: Tensor, truncation: Truncation) -> Tensor:
     keep &= before < top_p[:, None]
     keep &= probability >= min_p[:, None] * probability[:, :1]
     keep[:, 0] = True
-    smallest = torch.where(keep, ordered, torch.inf).min(-1, keepdim=True).values
-    return logits.masked_fill(logits < smallest, -torch.inf)
+    return torch.where(keep, ordered, torch.inf).min(-1, keepdim=True).values
 
 
 def sample_by_inverse_cdf(logits: Tensor, rows: Tensor, uniforms: Tensor, greedy: Tensor) -> Tensor:
