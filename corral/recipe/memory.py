@@ -372,7 +372,7 @@ class _Estimate:
         # Of inputs that wait on the host: the one that is used, and those on their way there and back.
         inputs = min(3, num_kept) if "activations" in self.recipe.train.offload else num_kept
         checkpointed = layer + shape.hidden_size * self.weight_bytes * inputs
-        train = checkpointed if self.recipe.train.gradient_checkpointing else layer * num_kept
+        train: float = checkpointed if self.recipe.train.gradient_checkpointing else layer * num_kept
         if self.recipe.train.gradient_checkpointing == "selective":
             train += product_activations(shape, self.weight_bytes) * num_kept
         of_keys = shape.kv_size * self.weight_bytes * self.keys_per_token
@@ -441,11 +441,13 @@ class _Estimate:
 
     def logits_chunk(self, roles: tuple[str, ...]) -> dict[Phase, int]:
         """chunk x vocabulary. On a CPU in float32: logits and probabilities, and in training also their gradients. On a
-        GPU once, in the weights' type. In training also the head's own gradient in float32."""
+        GPU once, in the weights' type. In training also the head's own gradient in float32, and where there are several
+        chunks that of one, which is added to it."""
         vocabulary, most = self.shape.vocab_size, self.recipe.batch.max_tokens_per_micro_batch
         chunk = min(most, self.recipe.train.logits_chunk or LOGITS_CHUNK[self.device])
         logprobs, train = (self.weight_bytes, self.weight_bytes) if self.on_gpu else (3 * FLOAT32, 4 * FLOAT32)
         head = self.shape.hidden_size * vocabulary * FLOAT32 * (self.recipe.model.lora is None)
+        head *= 2 if self.on_gpu and max_micro_batch(self.recipe) > chunk else 1
         of_policy = "reference" in roles or self.actor_computes_logprobs(roles)
         sizes: dict[Phase, int] = {
             "logprobs": chunk * vocabulary * logprobs * of_policy,

@@ -314,7 +314,8 @@ def supports_paging(model: Any) -> bool:
 def pass_bytes(model: Any, max_sequences: int, max_prefill_tokens: int, max_length: int) -> int:
     """Memory that the engine needs beside its cache on a GPU: for the largest prefill, for logits, and for rotary
     tables, which are computed in float32."""
-    shape, weight_bytes = ModelShape.from_config(model.config.to_dict()), next(model.parameters()).element_size()
+    shape = ModelShape.from_config(model.config.to_dict())
+    weight_bytes: int = next(model.parameters()).element_size()
     num_keys = max_prefill_keys(max_prefill_tokens, max_length, max_sequences)
     prefill = prefill_bytes(shape, weight_bytes, fused_layers(model) is not None, max_prefill_tokens, num_keys)
     tables = max_length * shape.head_dim * (2 * weight_bytes + 4 * FLOAT32)

@@ -364,6 +364,15 @@ def test_a_gpu_keeps_the_logits_of_its_graphs_and_leaving_tokens_out_takes_more(
     assert memory_of(load(), device="cpu")[0][name].keys() == {"rollout"}
 
 
+def test_the_gradient_of_a_head_is_added_up_over_chunks(load):
+    def chunk(*overrides):
+        return memory_of(load("model.dtype=bfloat16", *overrides), device="cuda")[0]["logits chunk"]["train"]
+
+    vocabulary, head = SMOLLM2_135M.vocab_size, SMOLLM2_135M.vocab_size * SMOLLM2_135M.hidden_size * 4
+    assert chunk("batch.max_tokens_per_micro_batch=8192") == 8192 * vocabulary * 2 + head
+    assert chunk("batch.max_tokens_per_micro_batch=8193") == 8192 * vocabulary * 2 + 2 * head
+
+
 def test_recomputing_takes_far_less_for_activations(load):
     kept, _ = memory_of(load())
     recomputed, _ = memory_of(load("train.gradient_checkpointing=true"))
