@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from corral.data.rows import Conversation
+from corral.recipe.schema import KEYS_PER_TOKEN
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
@@ -296,8 +297,9 @@ class Batch:
         return [sorted(shard) for shard in shards]
 
     def pack(self, max_tokens: int, rows: Sequence[int] | None = None) -> list["Pack"]:
-        """Micro-batches of whole trajectories, each with at most `max_tokens` distinct tokens to compute; a trajectory
-        with more is one by itself, which the trainer computes in parts.
+        """Micro-batches of whole trajectories, each with at most `max_tokens` distinct tokens to compute, which attend
+        to `KEYS_PER_TOKEN` times as many at most, those of shared prefixes counted for each trajectory; a trajectory
+        with more tokens is one by itself, which the trainer computes in parts.
 
         Trajectories are taken in lexicographic order, so that the next one shares most with the one before it, and
         what it adds to the micro-batch is its length without that common prefix. The two of a pair are taken together,
@@ -305,13 +307,14 @@ class Batch:
         """
         units = self.units(rows)
         packed: list[list[int]] = []
-        used = 0
+        used = num_keys = 0
         for i, num_shared in in_prefix_order([self.inputs(unit[0]) for unit in units]):
-            length = distinct_tokens([self.inputs(row) for row in units[i]])
-            used += length - num_shared
-            if not packed or used > max_tokens:
+            inputs = [self.inputs(row) for row in units[i]]
+            length, own_keys = distinct_tokens(inputs), sum(map(len, inputs))
+            used, num_keys = used + length - num_shared, num_keys + own_keys
+            if not packed or used > max_tokens or num_keys > KEYS_PER_TOKEN * max_tokens:
                 packed.append([])
-                used = length
+                used, num_keys = length, own_keys
             packed[-1] += units[i]
         return [Pack(self, tuple(rows)) for rows in packed]
 

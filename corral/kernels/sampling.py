@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from corral.recipe.schema import SORTED_ROWS
+
 GOLDEN_GAMMA, MIX_1, MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685  # splitmix64's constants
 
 
@@ -49,13 +51,14 @@ def sample_tokens(
 
 
 def uniform(seeds: Tensor, counters: Tensor) -> Tensor:
-    """A number in [0, 1) for each (seed, counter), by splitmix64, which needs no state.
+    """A number in (0, 1) for each (seed, counter), by splitmix64, which needs no state.
 
     23 bits, one fewer than float32 holds below 1: the largest number times the sum of a row's weights is then never
-    rounded up to that sum, behind which there is no token.
+    rounded up to that sum, behind which there is no token. Instead of 0 it is half of the next number: at 0 the first
+    token begins, so that it would be sampled once in 2^23 times however unlikely it is.
     """
     z = _splitmix64(_splitmix64(seeds) + (counters.long() + 1) * GOLDEN_GAMMA)
-    return _shift_right(z, 41).to(torch.float32) * 2.0**-23
+    return _shift_right(z, 41).to(torch.float32).clamp(min=0.5) * 2.0**-23
 
 
 def _splitmix64(z: Tensor) -> Tensor:
@@ -80,7 +83,14 @@ def truncate_logits(logits: Tensor, truncation: Truncation) -> Tensor:
     top-p keeps the smallest set of most likely tokens whose probability reaches p of what top-k left, as transformers
     and vLLM do it, and always the most likely one.
     """
-    top_k, top_p, min_p = truncation.top_k, truncation.top_p, truncation.min_p
+    columns = (logits, truncation.top_k, truncation.top_p, truncation.min_p)
+    parts = zip(*(column.split(SORTED_ROWS) for column in columns), strict=True)
+    smallest = torch.cat([smallest_kept(*part) for part in parts])
+    return logits.masked_fill(logits < smallest, -torch.inf)
+
+
+def smallest_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """[rows, 1]. Sorting takes ten times the memory of the logits, so it is done for a few rows at a time."""
     ordered, _ = logits.sort(-1, descending=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     keep = rank < torch.where(top_k > 0, top_k, logits.shape[-1])[:, None]
@@ -89,8 +99,7 @@ def truncate_logits(logits: Tensor, truncation: Truncation) -> Tensor:
     keep &= before < top_p[:, None]
     keep &= probability >= min_p[:, None] * probability[:, :1]
     keep[:, 0] = True
-    smallest = torch.where(keep, ordered, torch.inf).min(-1, keepdim=True).values
-    return logits.masked_fill(logits < smallest, -torch.inf)
+    return torch.where(keep, ordered, torch.inf).min(-1, keepdim=True).values
 
 
 def sample_by_inverse_cdf(logits: Tensor, rows: Tensor, uniforms: Tensor, greedy: Tensor) -> Tensor:

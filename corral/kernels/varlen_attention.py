@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from corral.kernels.gather_kv import GatherIndex
+
 
 def varlen_attention(
     query: Tensor,
@@ -18,17 +20,22 @@ def varlen_attention(
     scale: float,
     window: int | None = None,
     sinks: Tensor | None = None,
+    gather: GatherIndex | None = None,
 ) -> Tensor:
     """[tokens, heads, width] each, keys and values with as many heads or fewer -> like `query`.
 
     Sequence n has the queries `query_starts[n] : query_starts[n + 1]` (int32) and the keys `key_starts[n] : ...`. Its
     queries are the last of its tokens: query i of q attends to the keys 0 to i + k - q of k, or with a `window` to so
-    many last ones of them. `sinks` [heads] are one more logit of each head's softmax, without a value.
+    many last ones of them. `sinks` [heads] are one more logit of each head's softmax, without a value. `gather`: the
+    rows of `key` and `value` that are these keys.
     """
     if not has_flash(query):
+        if gather is not None:
+            key, value = key[gather.index], value[gather.index]
         return attention_by_sequence(query, key, value, query_starts, key_starts, scale, window, sinks)
     compute: Any = FlashAttention.apply
-    result: Tensor = compute(query, key, value, query_starts, key_starts, max_query, max_key, scale, window, sinks)
+    lengths = (query_starts, key_starts, max_query, max_key)
+    result: Tensor = compute(query, key, value, *lengths, scale, window, sinks, gather)
     return result
 
 
@@ -74,13 +81,15 @@ class FlashAttention(torch.autograd.Function):
     """FlashAttention-2 (Dao 2023) as torch ships it.
 
     The operators are called directly: torch's public function for varlen attention differs between its versions, these
-    do not.
+    do not. The backward pass gathers keys again: kept for it, those of a shared prefix would be in memory once for each
+    branch and layer. That is 31 GB for 16 answers of 1k tokens to a prompt of 32k with a model of 7B.
     """
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor, key_starts: Tensor,
         max_query: int, max_key: int, scale: float, window: int | None, sinks: Tensor | None,
+        gather: GatherIndex | None,
     ) -> Tensor:  # fmt: skip
         ctx.arguments = (max_query, max_key, 0.0, True)
         ctx.options = {"scale": scale}
@@ -88,7 +97,7 @@ class FlashAttention(torch.autograd.Function):
             ctx.options |= {"window_size_left": window - 1, "window_size_right": 0}
         lengths = (query_starts, key_starts)
         output, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
-            query, key, value, *lengths, *ctx.arguments, False, **ctx.options
+            query, *gathered(key, value, gather), *lengths, *ctx.arguments, False, **ctx.options
         )
         of_sinks = None
         if sinks is not None:
@@ -98,20 +107,32 @@ class FlashAttention(torch.autograd.Function):
             logsumexp = torch.logaddexp(before, of_sinks)
             output = output * (before - logsumexp).exp().T[..., None].to(output.dtype)
         ctx.save_for_backward(query, key, value, output, logsumexp, *lengths, of_sinks)
-        ctx.sinks_dtype = None if sinks is None else sinks.dtype
+        ctx.sinks_dtype, ctx.gather = None if sinks is None else sinks.dtype, gather
         return output  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gradient = gradients[0].contiguous()
-        *saved, of_sinks = ctx.saved_tensors
+        query, key, value, output, logsumexp, *lengths, of_sinks = ctx.saved_tensors
         rng_state = gradient.new_empty(2, dtype=torch.uint64), gradient.new_empty(0)  # of dropout, which is off
         d_query, d_key, d_value = torch.ops.aten._flash_attention_backward(
-            gradient, *saved, *ctx.arguments, *rng_state, **ctx.options
-        )
+            gradient, query, *gathered(key, value, ctx.gather), output, logsumexp, *lengths, *ctx.arguments, *rng_state,
+            **ctx.options,
+        )  # fmt: skip
+        if ctx.gather is not None:
+            from corral.kernels.gpu.gather_kv_kernels import scatter_add_rows
+
+            d_key, d_value = scatter_add_rows(d_key, d_value, *ctx.gather.inverse)
         d_sinks = None
         if of_sinks is not None:
-            output, logsumexp = saved[3], saved[4]
             weight = (of_sinks - logsumexp).exp()  # [heads, tokens], that of the sink in each row
             d_sinks = -(weight * (gradient.float() * output.float()).sum(-1).T).sum(-1).to(ctx.sinks_dtype)
-        return d_query, d_key, d_value, *[None] * 6, d_sinks
+        return d_query, d_key, d_value, *[None] * 6, d_sinks, None
+
+
+def gathered(key: Tensor, value: Tensor, gather: GatherIndex | None) -> tuple[Tensor, Tensor]:
+    if gather is None:
+        return key, value
+    from corral.kernels.gpu.gather_kv_kernels import gather_rows
+
+    return gather_rows(key, value, gather.index)

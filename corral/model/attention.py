@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from corral.data.batch import IntArray, TokenTree, TreeChunk
-from corral.kernels.gather_kv import GatherIndex, gather_kv
+from corral.kernels.gather_kv import GatherIndex
 from corral.kernels.host_to_device import on_device
 from corral.kernels.varlen_attention import has_flash, varlen_attention
 
@@ -307,10 +307,9 @@ class _VarlenTree:
         width = value.shape[-1]
         if width < key.shape[-1]:  # the kernels take one width; zeros beside the values are zeros in the result
             value = F.pad(value, (0, key.shape[-1] - width))
-        if self.keys is not None:
-            key, value = gather_kv(key, value, self.keys)
         lengths = (self.query_starts, self.key_starts, self.max_query, self.max_key)
-        output = varlen_attention(query, key, value, *lengths, kernel.scale_of(query), kernel.window, kernel.sinks)
+        how = (kernel.scale_of(query), kernel.window, kernel.sinks)
+        output = varlen_attention(query, key, value, *lengths, *how, self.keys)
         return output[..., :width].transpose(0, 1)[None]
 
 

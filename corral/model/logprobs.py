@@ -18,6 +18,10 @@ from torch import Tensor
 
 from corral.kernels.log_softmax import logsumexp_and_entropy, overwrite_with_gradient
 
+CAPPED_CHUNK = 1024
+"""Most rows of soft-capped logits at a time on a GPU: they take eight times the memory of others, in float32 with what
+is computed of them."""
+
 
 @dataclass(frozen=True)
 class OutputHead:
@@ -54,6 +58,7 @@ class OutputHead:
             result: tuple[Tensor, Tensor] = compute(*arguments, temperature / self.scale, chunk)
         else:
             compute = HeadLogprobs.apply
+            chunk = min(chunk, CAPPED_CHUNK) if hidden.is_cuda else chunk
             result = compute(*arguments, temperature, chunk, self.scale, self.softcap)
         return result
 

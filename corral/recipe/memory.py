@@ -24,11 +24,13 @@ from corral.recipe.presets import ResolvedAlgorithm
 from corral.recipe.recipe_warnings import needs_logprobs
 from corral.recipe.rules import max_trajectory_tokens
 from corral.recipe.schema import (
+    KEYS_PER_TOKEN,
     LOGITS_CHUNK,
     MAX_PREFILL_TOKENS,
     MAX_SEQUENCES,
     OPTIMIZER_SLOT_SIZE,
     OPTIMIZER_SLOTS,
+    SORTED_ROWS,
     Recipe,
 )
 from corral.recipe.shape import ModelShape
@@ -205,7 +207,10 @@ class _Estimate:
             yield MemoryItem(KV_CACHE, {"rollout": self.kv_cache()})
             if self.recipe.rollout.max_turns > 1 and not self.on_gpu:  # there they are pages of the cache itself
                 yield MemoryItem("KV of turns before, at most", {"rollout": self.kv_cache()})
-            yield MemoryItem("logits of a decode step", {"rollout": self.decode_logits()})
+            # CUDA graphs of the engine keep theirs while the trainer computes.
+            stays = self.on_gpu and engine.in_process
+            logits = self.decode_logits()
+            yield MemoryItem("logits of a decode step", self.always(logits) if stays else {"rollout": logits})
         if "actor" in roles or "critic" in roles:
             trained = [role for role in ("actor", "critic") if role in roles]  # one after the other
             yield MemoryItem("gradients", {"train": max(map(self.gradients, trained))})
@@ -337,9 +342,13 @@ class _Estimate:
         return self.max_sequences * max_trajectory_tokens(self.recipe) * per_token // spread
 
     def decode_logits(self) -> int:
-        """sequences x vocabulary: in float32, and their probabilities; on a GPU as they come."""
-        per_logit = self.weight_bytes if self.on_gpu else 2 * FLOAT32
-        return self.max_sequences * self.shape.vocab_size * per_logit
+        """sequences x vocabulary: in float32, and their probabilities; on a GPU as they come, unless some are left
+        out."""
+        if not self.on_gpu:
+            return self.max_sequences * self.shape.vocab_size * 2 * FLOAT32
+        rollout = self.recipe.rollout
+        truncates = min(rollout.top_p, self.recipe.validation.top_p) < 1 or rollout.top_k > 0 or rollout.min_p > 0
+        return sampling_bytes(self.shape, self.weight_bytes, self.max_sequences, truncates)
 
     @property
     def max_sequences(self) -> int:
@@ -363,23 +372,42 @@ class _Estimate:
         # Of inputs that wait on the host: the one that is used, and those on their way there and back.
         inputs = min(3, num_kept) if "activations" in self.recipe.train.offload else num_kept
         checkpointed = layer + shape.hidden_size * self.weight_bytes * inputs
-        train = checkpointed if self.recipe.train.gradient_checkpointing else layer * num_kept
+        train: float = checkpointed if self.recipe.train.gradient_checkpointing else layer * num_kept
         if self.recipe.train.gradient_checkpointing == "selective":
             train += product_activations(shape, self.weight_bytes) * num_kept
+        of_keys = shape.kv_size * self.weight_bytes * self.keys_per_token
+        train += of_keys + key_gradients(shape, self.weight_bytes) * self.keys_per_token
         # A trajectory that is longer than a micro-batch is checkpointed, one chunk of it in a feed-forward at a time.
         longest = max(0, max_micro_batch(self.recipe) / num_parts - micro_batch)
         in_chunks = 0 if shape.num_experts else (4 - fused) * shape.active_intermediate_size * self.weight_bytes
         train_long = (micro_batch + longest) * checkpointed - longest * in_chunks if longest else 0
-        prefill = self.recipe.rollout.max_prefill_tokens or MAX_PREFILL_TOKENS[self.device]
         sizes: dict[Phase, int] = {
-            "rollout": prefill * layer * ("rollout" in roles),
+            "rollout": self.prefill(fused) * ("rollout" in roles),
             "logprobs": max(
-                int(micro_batch * layer + longest * (layer - in_chunks)) * self.computes_logprobs(roles),
+                int(micro_batch * (layer + of_keys) + longest * (layer - in_chunks)) * self.computes_logprobs(roles),
                 max(self.recipe.batch.max_tokens_per_micro_batch, self.longest_conversation) * of_classifier,
             ),
             "train": int(max(micro_batch * train, train_long)) * ("actor" in roles or "critic" in roles),
         }
         return {phase: size for phase, size in sizes.items() if size}
+
+    def prefill(self, fused: bool) -> int:
+        """A prefill on a GPU also gathers the keys of turns before, or of a long prompt's chunks before."""
+        num_tokens = self.recipe.rollout.max_prefill_tokens or MAX_PREFILL_TOKENS[self.device]
+        longest, num_keys = max_trajectory_tokens(self.recipe), 0
+        if self.on_gpu:
+            has_turns = self.recipe.rollout.max_turns > 1
+            num_keys = max_prefill_keys(num_tokens, longest, self.max_sequences) if has_turns else longest
+        return prefill_bytes(self.shape, self.weight_bytes, fused, num_tokens, num_keys)
+
+    @property
+    def keys_per_token(self) -> float:
+        """Keys that one call of attention on a GPU gathers for each distinct token of a micro-batch, which has whole
+        groups: those of a prompt once for each of its samples."""
+        whole, prompt = self.recipe.max_trained_tokens, self.recipe.data.max_prompt_tokens
+        num_samples = 1 if self.recipe.trains_on_rows else self.recipe.batch.samples_per_prompt
+        distinct = prompt + num_samples * (whole - prompt)
+        return min(KEYS_PER_TOKEN, num_samples * whole / distinct) * self.on_gpu
 
     def has_fused_layers(self, roles: tuple[str, ...]) -> bool:
         """Whether the trainer's layers are Corral's own on a GPU."""
@@ -413,11 +441,13 @@ class _Estimate:
 
     def logits_chunk(self, roles: tuple[str, ...]) -> dict[Phase, int]:
         """chunk x vocabulary. On a CPU in float32: logits and probabilities, and in training also their gradients. On a
-        GPU once, in the weights' type. In training also the head's own gradient in float32."""
+        GPU once, in the weights' type. In training also the head's own gradient in float32, and where there are several
+        chunks that of one, which is added to it."""
         vocabulary, most = self.shape.vocab_size, self.recipe.batch.max_tokens_per_micro_batch
         chunk = min(most, self.recipe.train.logits_chunk or LOGITS_CHUNK[self.device])
         logprobs, train = (self.weight_bytes, self.weight_bytes) if self.on_gpu else (3 * FLOAT32, 4 * FLOAT32)
         head = self.shape.hidden_size * vocabulary * FLOAT32 * (self.recipe.model.lora is None)
+        head *= 2 if self.on_gpu and max_micro_batch(self.recipe) > chunk else 1
         of_policy = "reference" in roles or self.actor_computes_logprobs(roles)
         sizes: dict[Phase, int] = {
             "logprobs": chunk * vocabulary * logprobs * of_policy,
@@ -445,17 +475,41 @@ def layer_activations(shape: ModelShape, weight_bytes: int, fused: bool = False)
     and values before and after rotation, attention's output, and four of the feed-forward's width; of each expert that
     the token passes through, its copy of the input and its result. Within a quarter of what transformers keeps for
     Llama, Qwen3 and Mixtral. `fused`: what Corral's fused layers keep on a GPU, which is 4 x hidden, queries, keys and
-    values once, keys and values as a token tree gathers them, and three of the feed-forward's width; within 3 % of what
-    was measured on an H200."""
-    output, gathered = shape.output_size, shape.kv_size
+    values once, and three of the feed-forward's width."""
+    output = shape.output_size
     if fused:
-        attention = shape.attention_size + output * (2 if shape.qk_norm else 1) + gathered  # queries before their norm
+        attention = shape.attention_size + output * (2 if shape.qk_norm else 1)  # queries before their norm
         values = 4 * shape.hidden_size + attention + 3 * shape.active_intermediate_size
     else:
         of_experts = 2 * shape.experts_per_token * shape.hidden_size
         attention = 2 * shape.attention_size + output
         values = 6 * shape.hidden_size + attention + of_experts + 4 * shape.active_intermediate_size
     return values * weight_bytes
+
+
+def key_gradients(shape: ModelShape, weight_bytes: int) -> int:
+    """Bytes of the gradients of one gathered token's keys and values in one layer. FlashAttention has them for each
+    query head first, and adds up those of a key-value head then."""
+    of_heads = 2 * shape.num_heads * shape.head_dim if shape.num_heads > shape.num_kv_heads else 0
+    return (of_heads + shape.kv_size) * weight_bytes
+
+
+def max_prefill_keys(max_prefill_tokens: int, max_length: int, max_sequences: int) -> int:
+    """Most keys that one prefill gathers from the cache, which has at least one sequence whole."""
+    return max(max_length, min(KEYS_PER_TOKEN * max_prefill_tokens, max_sequences * max_length))
+
+
+def prefill_bytes(shape: ModelShape, weight_bytes: int, fused: bool, num_tokens: int, num_keys: int) -> int:
+    """Bytes of one layer's inside, and of the keys and values that are gathered for it."""
+    return num_tokens * layer_activations(shape, weight_bytes, fused) + num_keys * shape.kv_size * weight_bytes
+
+
+def sampling_bytes(shape: ModelShape, weight_bytes: int, num_rows: int, truncates: bool) -> int:
+    """Bytes of logits on a GPU. To leave some out, they are divided by the temperature and masked, both in float32, and
+    a few rows at a time sorted, with the numbers that come of it."""
+    per_row = weight_bytes + (2 * FLOAT32 if truncates else 0)
+    sorted_rows = min(num_rows, SORTED_ROWS) if truncates else 0
+    return (num_rows * per_row + sorted_rows * 10 * FLOAT32) * shape.vocab_size
 
 
 def product_activations(shape: ModelShape, weight_bytes: int) -> int:

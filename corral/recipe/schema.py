@@ -347,6 +347,11 @@ class TaggedEnvironment(Environment):
 MAX_SEQUENCES = {"cpu": 64, "cuda": 512}
 MAX_PREFILL_TOKENS = {"cpu": 4096, "cuda": 8192}
 """Where `rollout.max_sequences` and `rollout.max_prefill_tokens` say nothing."""
+SORTED_ROWS = 64
+"""Rows of logits that are sorted at a time, for top-k, top-p and min-p."""
+KEYS_PER_TOKEN = 16
+"""Keys that attention gathers at once, for each token that a micro-batch or a prefill may have: sequences with a long
+prefix and few tokens of their own would otherwise gather it without limit."""
 
 
 class NamedChoice(Section):
@@ -428,8 +433,9 @@ class BatchSizes(Section):
     ppo_epochs: PositiveInt = 1
     """Passes over a batch (PPO's epochs)."""
     max_tokens_per_micro_batch: PositiveInt = 4096
-    """Most tokens in one forward and backward pass; tokens with the same prefix count once. A trajectory with more is
-    trained in parts: as gradient checkpointing does it, and feed-forward networks so many tokens at a time."""
+    """Most tokens in one forward and backward pass; tokens with the same prefix count once, as long as all trajectories
+    have 16 times as many at most. A trajectory with more is trained in parts: as gradient checkpointing does it, and
+    feed-forward networks so many tokens at a time."""
 
 
 class PartChoice(NamedChoice):

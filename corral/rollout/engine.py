@@ -54,7 +54,8 @@ class Completion:
     tokens: list[int]
     """The generated tokens, including the stop token if one ended the completion."""
     logprobs: list[float]
-    """Log-prob of each token under the model's distribution at the sampling temperature, before top-k, top-p, min-p."""
+    """Log-prob of each token under the model's distribution at the sampling temperature, before top-k, top-p, min-p.
+    With one of these the token was sampled from another distribution, that of the tokens which they left."""
     finish_reason: FinishReason
     versions: list[int]
     """Version of the weights that computed each token."""

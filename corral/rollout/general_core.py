@@ -5,6 +5,7 @@ A batch decodes in lockstep until its last request has finished; those that fini
 does not give what its forward pass gives is computed from its first token at every step.
 """
 
+import math
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -46,6 +47,7 @@ class GeneralCore:
         self.max_prefill_tokens = max_prefill_tokens
         self.device = next(model.parameters()).device
         self.cache_name = cache_name(model)
+        limit_time_steps(model)
         self.uses_cache = cache_is_right(model)
         self.version = 0
         self.stats = EngineStats()
@@ -162,6 +164,27 @@ class GeneralCore:
 def cache_name(model: Any) -> str:
     """How the model calls its cache, as an argument and in its output: those without attention have another word."""
     return "cache_params" if "cache_params" in signature(model.forward).parameters else "past_key_values"
+
+
+def limit_time_steps(model: Any) -> None:
+    """Layers of Mamba 2 clamp their time steps (`time_step_limit`) where they compute a sequence, and in transformers
+    not where they decode a token (Zamba 2 and Nemotron-H always have such a limit). So it is applied to what these are
+    made of, the last columns of the first projection."""
+    for module in model.modules():
+        limit = getattr(module, "time_step_limit", None)
+        # With multipliers of the projection (Falcon-H1) its columns are not what is limited.
+        if limit is None or tuple(limit) == (0.0, math.inf) or hasattr(module, "mup_vector"):
+            continue
+        before_softplus = torch.tensor(limit).expm1().log()
+
+        def clamp(_: Any, args: Any, projected: Tensor, mixer: Any = module, limit: Tensor = before_softplus) -> Tensor:
+            if projected.shape[1] > 1:
+                return projected
+            least, most = limit.to(projected.device)[:, None] - mixer.dt_bias.float()
+            rest, steps = projected.split([projected.shape[-1] - len(least), len(least)], -1)
+            return torch.cat([rest, steps.float().clamp(least, most).to(rest.dtype)], -1)
+
+        module.in_proj.register_forward_hook(clamp)
 
 
 @torch.inference_mode()

@@ -21,8 +21,11 @@ from torch import Tensor
 from corral.kernels.host_to_device import on_device
 from corral.kernels.sampling import Truncation, sample_tokens
 from corral.model.attention import EXACT, attention_layers
+from corral.model.fused_layers import fused_layers
 from corral.model.logprobs import OutputHead
 from corral.model.model_loading import has_bfloat16
+from corral.recipe.memory import FLOAT32, max_prefill_keys, prefill_bytes, sampling_bytes
+from corral.recipe.shape import ModelShape
 from corral.rollout.engine_core import EngineStats, GenerationRequest, PrefixKey
 from corral.rollout.paged_decoder import PagedDecoder, SlotState
 from corral.rollout.paged_kv_cache import CacheShape, PagedKVCache, num_pages_of
@@ -66,7 +69,8 @@ class PagedCore:
         self.device = next(model.parameters()).device
         self.version = 0
         self.stats = EngineStats()
-        self.cache = PagedKVCache(CacheShape.of_model(model), max_sequences, max_length, self.device)
+        needed = pass_bytes(model, max_sequences, max_prefill_tokens, max_length)
+        self.cache = PagedKVCache(CacheShape.of_model(model), max_sequences, max_length, self.device, needed)
         self.prefill = PrefillScheduler(model, self.cache, max_prefill_tokens, self.stats)
         self.free_slots = list(range(max_sequences))
         self.running: dict[int, RunningSequence] = {}
@@ -111,8 +115,9 @@ class PagedCore:
         self.cache.acquire()
         pool = self.cache.pool
         if self.decoder is None or (self.decoder.pool, self.decoder.address) != (pool, pool.address):
+            is_first = self.decoder is None
             self.decoder = PagedDecoder(self.model, self.cache.pool, self.state, WINDOW)
-            if self.device.type == "cuda":
+            if is_first and self.device.type == "cuda":
                 # A full garbage collection looks at every object of the process, which takes longer than a window.
                 gc.collect()
                 gc.freeze()
@@ -304,6 +309,17 @@ def supports_paging(model: Any) -> bool:
     [(_, *widths)] = shapes
     has_kernels = all(layer.kernel.softcap is None and layer.kernel.window != 1 for layer in layers.values())
     return has_kernels and 16 < max(widths) <= 256
+
+
+def pass_bytes(model: Any, max_sequences: int, max_prefill_tokens: int, max_length: int) -> int:
+    """Memory that the engine needs beside its cache on a GPU: for the largest prefill, for logits, and for rotary
+    tables, which are computed in float32."""
+    shape = ModelShape.from_config(model.config.to_dict())
+    weight_bytes: int = next(model.parameters()).element_size()
+    num_keys = max_prefill_keys(max_prefill_tokens, max_length, max_sequences)
+    prefill = prefill_bytes(shape, weight_bytes, fused_layers(model) is not None, max_prefill_tokens, num_keys)
+    tables = max_length * shape.head_dim * (2 * weight_bytes + 4 * FLOAT32)
+    return prefill + sampling_bytes(shape, weight_bytes, max_sequences, truncates=True) + tables
 
 
 def _num_pages_ahead(sequence: RunningSequence, steps: int) -> int:

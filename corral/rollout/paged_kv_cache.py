@@ -24,7 +24,9 @@ from corral.recipe.errors import UserError
 from corral.rollout.engine_core import PrefixKey
 
 CACHE_FRACTION = 0.9
-"""Fraction of the device's free memory that the cache may take. The rest is for activations and CUDA graphs."""
+"""Fraction of the device's free memory that the cache may take, unless the passes beside it need more of the rest."""
+COPIED_PAGES = 16
+"""Pages that are copied at once, by way of memory of their own. A page of a model of 32B has 17 MB."""
 
 
 @dataclass(eq=False)
@@ -48,8 +50,13 @@ class PagedCachedPrefix:
 
 
 class PagedKVCache:
-    def __init__(self, shape: "CacheShape", max_sequences: int, max_length: int, device: torch.device) -> None:
+    def __init__(
+        self, shape: "CacheShape", max_sequences: int, max_length: int, device: torch.device, pass_bytes: int
+    ) -> None:
+        """`pass_bytes`: memory that the engine's passes need beside the cache."""
         self.shape, self.max_sequences, self.max_length, self.device = shape, max_sequences, max_length, device
+        self.pass_bytes = pass_bytes + COPIED_PAGES * shape.page_bytes
+        self.keeps_address = keeps_address(device)
         self._pool: PagePool | None = None
         self.cached_prompts: dict[PrefixKey, PagedCachedPrompt] = {}
         self.cached_prefixes: weakref.WeakValueDictionary[int, PagedCachedPrefix] = weakref.WeakValueDictionary()
@@ -67,12 +74,12 @@ class PagedKVCache:
         """Allocates the pool's memory. The device may have less free memory than when the pool was sized, since an
         optimizer's moments come with its first update: then a smaller pool takes its place."""
         if self._pool is None:
-            self._pool = PagePool(self.shape, self._num_pages(), self.device)
+            self._pool = PagePool(self.shape, self._num_pages(), self.device, self.keeps_address)
         try:
             self.pool.acquire()
         except torch.OutOfMemoryError:
             self.pool.close()
-            self._pool = PagePool(self.shape, self._num_pages(), self.device)
+            self._pool = PagePool(self.shape, self._num_pages(), self.device, self.keeps_address)
             self.pool.acquire()
         while self.dropped_pages:
             self.pool.free(self.dropped_pages.popleft())
@@ -94,16 +101,19 @@ class PagedKVCache:
         wanted = self.max_sequences * per_sequence
         if self.device.type != "cuda":
             return wanted
-        free, _ = torch.cuda.mem_get_info(self.device)
-        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        fitting = int((free + unused) * CACHE_FRACTION) // self.shape.page_bytes - 1
-        if fitting < per_sequence:
+        return min(wanted, self.num_fitting(free_memory(self.device), per_sequence))
+
+    def num_fitting(self, free: int, least: int) -> int:
+        """Pages for which there is memory, besides page 0."""
+        page_bytes = self.shape.page_bytes
+        fitting = min(int(free * CACHE_FRACTION), free - self.pass_bytes) // page_bytes - 1
+        if fitting < least:
             raise UserError(
-                f"the KV cache of one sequence of {self.max_length} tokens needs "
-                f"{per_sequence * self.shape.page_bytes / 2**30:.1f} GiB, and the device has "
-                f"{(free + unused) / 2**30:.1f} GiB left: lower data.max_prompt_tokens or rollout.max_response_tokens"
+                f"the KV cache of one sequence of {self.max_length} tokens needs {least * page_bytes / 2**30:.1f} GiB "
+                f"and the passes beside it {self.pass_bytes / 2**30:.1f}, and the device has {free / 2**30:.1f} GiB "
+                "left: lower data.max_prompt_tokens, rollout.max_response_tokens or rollout.max_prefill_tokens"
             )
-        return min(wanted, fitting)
+        return fitting
 
     def ensure_free_pages(self, count: int) -> bool:
         """Whether `count` pages are free, after evicting what can be computed again.
@@ -146,6 +156,25 @@ class PagedKVCache:
             self.drop_prompt(prefix_key)
 
 
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on a GPU, or that torch would give back. What CUDA graphs have cached is theirs."""
+    free, _ = torch.cuda.mem_get_info(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    for segment in torch.cuda.memory_snapshot():
+        if segment["device"] == index and tuple(segment["segment_pool_id"]) == (0, 0):
+            free += segment["total_size"] - segment["allocated_size"]
+    return free
+
+
+def keeps_address(device: torch.device) -> bool:
+    """Whether memory can be given back and be had again at the address that CUDA graphs know."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    from corral.kernels.gpu.virtual_memory import has_virtual_memory
+
+    return has_virtual_memory(device)
+
+
 @dataclass(frozen=True)
 class CacheShape:
     num_layers: int
@@ -169,13 +198,13 @@ class CacheShape:
 class PagePool:
     """Pages with reference counts. Page 0 is never allocated: what a sequence writes behind its end goes there."""
 
-    def __init__(self, shape: CacheShape, num_pages: int, device: torch.device) -> None:
+    def __init__(self, shape: CacheShape, num_pages: int, device: torch.device, keeps_address: bool = False) -> None:
         """`num_pages` does not count page 0."""
         self.shape, self.num_pages, self.device = shape, num_pages, device
         self.held: Any = None
-        """On an NVIDIA GPU, a range of addresses that stays reserved while its memory is given back and taken again:
-        CUDA graphs hold the addresses of the cache. Elsewhere the memory comes back at another address."""
-        if device.type == "cuda" and torch.version.hip is None:
+        """With `keeps_address`, a range of addresses that stays reserved while its memory is given back and taken
+        again: CUDA graphs hold the addresses of the cache. Elsewhere the memory comes back at another address."""
+        if keeps_address:
             from corral.kernels.gpu.virtual_memory import VirtualBuffer
 
             self.held = VirtualBuffer(self.num_bytes, device)
@@ -248,9 +277,12 @@ class PagePool:
                 self.free_pages.append(page)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        if sources:
-            assert self.layers is not None
-            self.layers[:, :, on_device(targets, self.device)] = self.layers[:, :, on_device(sources, self.device)]
+        if not sources:
+            return
+        assert self.layers is not None
+        parts = (on_device(pages, self.device).split(COPIED_PAGES) for pages in (sources, targets))
+        for some, others in zip(*parts, strict=True):
+            self.layers[:, :, others] = self.layers[:, :, some]
 
 
 def slots_of(pages: Sequence[int], start: int, end: int) -> IntArray:

@@ -17,6 +17,7 @@ from corral.kernels.host_to_device import on_device
 from corral.kernels.paged_attention import PAGE
 from corral.kernels.varlen_attention import varlen_attention
 from corral.model.attention import AttentionKernel, forward_hidden
+from corral.recipe.schema import KEYS_PER_TOKEN
 from corral.rollout.engine_core import EngineStats, GenerationRequest, PrefixKey
 from corral.rollout.paged_kv_cache import PagedCachedPrefix, PagedKVCache, PagePool, num_pages_of, slots_of
 
@@ -44,6 +45,11 @@ class PrefillGroup:
     def prefix_key(self) -> PrefixKey:
         return prefix_key_of(self.requests[0])
 
+    @property
+    def num_gathered(self) -> int:
+        """Number of keys that its prefill gathers from the cache in each layer."""
+        return len(self.tokens) if 0 < self.num_cached < len(self.tokens) else 0
+
 
 class PrefillScheduler:
     def __init__(self, model: Any, cache: PagedKVCache, max_prefill_tokens: int, stats: EngineStats) -> None:
@@ -54,8 +60,9 @@ class PrefillScheduler:
         """A group with more tokens than a batch may have, of which some chunks are still to be computed."""
 
     def next_batch(self, waiting: list[GenerationRequest], num_slots: int) -> list[PrefillGroup]:
-        """Takes requests from `waiting` in order, while there are slots, pages, and tokens left in the batch. One that
-        is longer than a batch gets batches of its own, a chunk in each."""
+        """Takes requests from `waiting` in order, while there are slots, pages, and tokens left in the batch, and while
+        the keys that are gathered from the cache are not too many. One that is longer than a batch gets batches of its
+        own, a chunk in each."""
         if self.chunked is not None and self.chunked.version == self.version:
             return [self.chunked]
         if self.chunked is not None:  # its first chunks were computed by other weights
@@ -63,25 +70,28 @@ class PrefillScheduler:
             waiting[:0] = self.chunked.requests
             self.chunked = None
         groups: dict[PrefixKey, PrefillGroup] = {}
-        tokens_left = self.max_prefill_tokens
+        tokens_left, keys_left = self.max_prefill_tokens, KEYS_PER_TOKEN * self.max_prefill_tokens
         num_taken = 0
         for request in waiting[:num_slots]:
             key = prefix_key_of(request)
             if not self.cache.ensure_free_pages(1):
                 break
             if key not in groups:
-                group = self._new_group(request, tokens_left, is_first=not groups)
+                group = self._new_group(request, tokens_left, keys_left, is_first=not groups)
                 if group is None:
                     break
                 groups[key] = group
                 tokens_left -= len(group.tokens) - group.num_cached
+                keys_left -= group.num_gathered
             groups[key].requests.append(request)
             groups[key].spare_pages += self.cache.pool.allocate(1)
             num_taken += 1
         del waiting[:num_taken]  # in place: the event loop's thread may append meanwhile
         return list(groups.values())
 
-    def _new_group(self, request: GenerationRequest, tokens_left: int, is_first: bool) -> PrefillGroup | None:
+    def _new_group(
+        self, request: GenerationRequest, tokens_left: int, keys_left: int, is_first: bool
+    ) -> PrefillGroup | None:
         """The group of a request, which leaves one page free for it; or None if the request has to wait."""
         pool, tokens = self.cache.pool, tokens_so_far(request)
         prompt = self.cache.cached_prompts.get(prefix_key_of(request))
@@ -89,7 +99,8 @@ class PrefillScheduler:
             pool.add_reference(prompt.pages)
             return PrefillGroup([], tokens, list(prompt.pages), len(tokens), self.version, prompt.hidden)
         pages, num_cached = self._cached_prefix(request, len(tokens))
-        if not is_first and len(tokens) - num_cached > tokens_left:
+        num_gathered = len(tokens) if num_cached else 0
+        if not is_first and (len(tokens) - num_cached > tokens_left or num_gathered > keys_left):
             return None
         pool.add_reference(pages)  # before room is made: eviction must not free them
         num_full = num_cached // PAGE

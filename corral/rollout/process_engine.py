@@ -83,7 +83,8 @@ class ProcessEngine:
         """`silence_s`: seconds without any sign of life, after which the process is killed."""
         self.silence_s, self.hang = silence_s, ""
         self.settings, self.tokenizer, self.skeleton, self.device = settings, tokenizer, skeleton, device
-        self.max_sequences, self.is_reproducible = settings.max_sequences, settings.name == "native"
+        self.max_sequences = settings.max_sequences
+        self.is_reproducible = settings.name == "native" and device.type != "cuda"
         self.version = 0
         self.num_in_flight = self.num_decode_steps = 0
         self.has_weights = asyncio.Event()

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from trajectories import make_trajectory
 
 from corral.data.batch import Batch, TokenTree, distinct_tokens
+from corral.recipe.schema import KEYS_PER_TOKEN
 
 token_lists = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=12)
 
@@ -59,6 +60,15 @@ def test_packs_hold_every_trajectory_once_and_stay_under_the_cap(sequences: list
     packs = batch.pack(cap)
     assert sorted(row for pack in packs for row in pack.rows) == list(range(len(batch)))
     assert all(pack.tree.num_nodes <= cap for pack in packs)
+
+
+def test_packs_of_short_answers_to_a_long_prompt_have_a_bounded_number_of_keys() -> None:
+    batch = Batch.of([make_trajectory([7] * 90, [n, 0, 0], sample=n) for n in range(64)])
+    assert distinct_tokens([batch.inputs(row) for row in range(64)]) < 240
+    packs = batch.pack(240)
+    assert sorted(row for pack in packs for row in pack.rows) == list(range(64))
+    num_keys = [sum(len(chunk.path) for chunk in pack.tree.chunks) for pack in packs]
+    assert max(num_keys) <= KEYS_PER_TOKEN * 240 < sum(num_keys)
 
 
 @settings(deadline=None)

@@ -51,6 +51,33 @@ def test_tokens_of_probability_zero_are_never_sampled(device: torch.device) -> N
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_the_smallest_random_number_is_no_reason_to_sample_an_impossible_first_token(device: torch.device) -> None:
+    logits = torch.tensor([[-40.0, 0.0, 1.0]], device=device)
+    seeds = torch.tensor([7_226_366], device=device)  # the bits of its first random number are zeros
+    rows, counters = torch.zeros_like(seeds), torch.zeros_like(seeds).int()
+    tokens, _ = sampling_kernels.sample_in_tiles(logits, rows, torch.ones(1, device=device), seeds, counters)
+    assert tokens.tolist() == [1]
+
+
+def test_a_point_behind_the_sum_of_its_tile_is_no_reason_to_sample_an_impossible_last_token(
+    device: torch.device,
+) -> None:
+    """The first kernel's sums say that the point is in the tile; the second one's are smaller."""
+    logits = torch.full((1, 64), -40.0, device=device)
+    logits[0, 20] = 0.0
+    of_tile = torch.zeros(1, 1, device=device), torch.full((1, 1), 2.0, device=device)  # m and l
+    argmax = torch.full((1, 1), 20, dtype=torch.int32, device=device)
+    seeds = torch.arange(8, device=device)
+    rows, counters = torch.zeros_like(seeds), torch.zeros_like(seeds).int()
+    tokens, logprobs = torch.zeros_like(seeds), torch.zeros(8, device=device)
+    sampling_kernels._sample_kernel[(8,)](
+        logits, rows, torch.ones(1, device=device), seeds, counters, *of_tile, argmax, tokens, logprobs, 64, 64, 1,
+        TILE=64, NUM_TILES=1,
+    )  # fmt: skip
+    assert (uniform(seeds, counters) * 2 > 1.01).any()
+    assert set(tokens.tolist()) == {20}
+
+
 def test_random_numbers_are_those_of_the_host(device: torch.device) -> None:
     """Of 1,024 equally likely tokens, the sampled one shows which random number it was."""
     logits = torch.zeros(1, 1024, device=device)

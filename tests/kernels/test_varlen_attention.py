@@ -1,9 +1,12 @@
 """Attention of ragged sequences against the formula, one sequence at a time."""
 
+import numpy as np
 import pytest
 import torch
 from compare import check_function, random
+from flash_on_cpu import flash_on_cpu
 
+from corral.kernels.gather_kv import GatherIndex
 from corral.kernels.varlen_attention import varlen_attention
 
 LENGTHS = [(3, 3), (1, 5), (4, 9), (2, 2)]
@@ -68,3 +71,35 @@ def test_windows_and_sinks(window: int | None, has_sinks: bool, dtype: torch.dty
         lambda query, key, value, *sinks: plain(query, key, value, *(sinks or (None,)), window=window),
         [query, key, value, *sinks],
     )
+
+
+SHARED = np.array([0, 1, 2, 0, 1, 3, 4, 5, 0, 1, 2, 6, 7, 8, 9, 10, 11, 12, 0])
+"""Of thirteen rows the keys of each sequence: the first two rows begin three of them."""
+
+
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (3, True)])
+def test_keys_that_sequences_share_are_gathered_and_not_kept(
+    window: int | None, has_sinks: bool, device: torch.device
+) -> None:
+    pytest.importorskip("triton")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    query = random(10, 4, 16, seed=0, dtype=dtype, device=device)
+    key, value = (random(13, 2, 16, seed=n, dtype=dtype, device=device) for n in (1, 2))
+    sinks = [random(4, seed=3, dtype=dtype, device=device)] if has_sinks else []
+    of_queries, of_keys = (starts(list(lengths), device) for lengths in zip(*LENGTHS, strict=True))
+    gather, index = GatherIndex(SHARED, 13, device), torch.from_numpy(SHARED).to(device)
+
+    def ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *sinks: torch.Tensor) -> torch.Tensor:
+        of_sinks = sinks[0] if sinks else None
+        output = varlen_attention(query, key, value, of_queries, of_keys, 4, 9, 0.3, window, of_sinks, gather)
+        assert max(len(saved) for saved in output.grad_fn.saved_tensors[:4]) == 13
+        return output
+
+    with flash_on_cpu():
+        check_function(
+            ours,
+            lambda query, key, value, *sinks: plain(
+                query, key[index], value[index], *(sinks or (None,)), window=window
+            ),
+            [query, key, value, *sinks],
+        )

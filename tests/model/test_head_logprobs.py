@@ -133,3 +133,15 @@ def test_scaled_and_capped_logits_are_those_of_the_formula(chunk: int, scale: fl
             tensor.grad = None
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_soft_capped_logits_take_little_memory_of_a_gpu() -> None:
+    hidden = torch.randn(8192, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    weight = torch.randn(50_000, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    rows, targets = torch.arange(8192, device="cuda"), torch.zeros(8192, dtype=torch.long, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    logprobs, _ = head_logprobs(hidden, weight, None, rows, targets, 1.0, 8192, 1.0, 30.0)
+    logprobs.sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 8 * 1024 * 50_000 * 4

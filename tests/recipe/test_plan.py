@@ -332,6 +332,47 @@ def test_nothing_is_scored_where_nothing_has_to_be(load):
     assert set(memory_of(load("algorithm.kl.where=loss"))[1]) == {"rollout", "logprobs", "train"}
 
 
+def test_keys_of_a_prompt_are_gathered_for_each_of_its_samples(load):
+    sizes = ("data.max_prompt_tokens=4000", "rollout.max_response_tokens=100", "batch.max_tokens_per_micro_batch=8000")
+
+    def activations(num_samples):
+        recipe = load(*sizes, "model.dtype=bfloat16", f"batch.samples_per_prompt={num_samples}")
+        return memory_of(recipe, device="cuda")[0]["activations"]["train"]
+
+    of_key = 2 * (384 + 384 + 2 * 576)  # keys and values, their gradients, and before them those of each query head
+    more = 8 * 4100 / (4000 + 8 * 100) - 1
+    assert activations(8) - activations(1) == pytest.approx(8000 * more * of_key, abs=2)
+    assert activations(10_000) == pytest.approx(activations(1) + 8000 * 15 * of_key, abs=2)
+
+
+def test_turns_gather_keys_of_those_before(load):
+    def activations(*overrides):
+        recipe = load("model.dtype=bfloat16", "rollout.max_sequences=500", "environment.name=frozen_lake", *overrides)
+        return memory_of(recipe, device="cuda")[0]["activations"]["rollout"]
+
+    one = activations("data.max_prompt_tokens=1000", "rollout.max_response_tokens=1000")
+    several = activations("data.max_prompt_tokens=1000", "rollout.max_response_tokens=1000", "rollout.max_turns=5")
+    assert several - one == (16 * 8192 - 2000) * 384 * 2
+
+
+def test_a_gpu_keeps_the_logits_of_its_graphs_and_leaving_tokens_out_takes_more(load):
+    every, _ = memory_of(load("model.dtype=bfloat16"), device="cuda")
+    nucleus, _ = memory_of(load("model.dtype=bfloat16", "rollout.top_p=0.9"), device="cuda")
+    name, per_logit = "logits of a decode step", 512 * SMOLLM2_135M.vocab_size
+    assert every[name] == {"rollout": 2 * per_logit, "train": 2 * per_logit}
+    assert nucleus[name]["train"] == (2 + 8) * per_logit + 64 * 40 * SMOLLM2_135M.vocab_size
+    assert memory_of(load(), device="cpu")[0][name].keys() == {"rollout"}
+
+
+def test_the_gradient_of_a_head_is_added_up_over_chunks(load):
+    def chunk(*overrides):
+        return memory_of(load("model.dtype=bfloat16", *overrides), device="cuda")[0]["logits chunk"]["train"]
+
+    vocabulary, head = SMOLLM2_135M.vocab_size, SMOLLM2_135M.vocab_size * SMOLLM2_135M.hidden_size * 4
+    assert chunk("batch.max_tokens_per_micro_batch=8192") == 8192 * vocabulary * 2 + head
+    assert chunk("batch.max_tokens_per_micro_batch=8193") == 8192 * vocabulary * 2 + 2 * head
+
+
 def test_recomputing_takes_far_less_for_activations(load):
     kept, _ = memory_of(load())
     recomputed, _ = memory_of(load("train.gradient_checkpointing=true"))

@@ -5,15 +5,18 @@ import platform
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny import DEVICE, tiny_config, tiny_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Mamba2Config
 
 from corral.model.attention import make_exact, register
 from corral.model.fused_layers import fuse, fused_layers
 from corral.rollout.engine import Completion, FinishReason, Sampling
-from corral.rollout.native_engine import NativeEngine
+from corral.rollout.engine_core import GenerationRequest
+from corral.rollout.general_core import GeneralCore
+from corral.rollout.native_engine import NativeEngine, model_logprobs
 from corral.rollout.slot_core import SlotCore
 
 TOLERANCE = 1e-5 if DEVICE.type == "cpu" else 3e-4
@@ -270,3 +273,21 @@ def test_cached_prefixes_have_no_more_tokens_than_the_cache() -> None:
     kept = [completion.prefix for completion in asyncio.run(many())]
     assert 0 < sum(memory is not None for memory in kept) < 12
     assert sum(memory.length for memory in kept if memory is not None) <= 2 * 256  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("limit", [(0.0, 0.05), (0.02, 0.2), (0.0, float("inf"))])
+def test_time_steps_are_limited_in_decoding_as_in_a_whole_sequence(limit: tuple[float, float]) -> None:
+    torch.manual_seed(0)
+    config = Mamba2Config(
+        vocab_size=64, hidden_size=32, num_heads=4, head_dim=16, expand=2, num_hidden_layers=2, state_size=8,
+        n_groups=1, chunk_size=16, time_step_limit=limit,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval().to(DEVICE)
+    core = GeneralCore(model, tiny_tokenizer(), max_sequences=2, max_prefill_tokens=64, max_length=64)
+    assert core.uses_cache
+    request = GenerationRequest(np.array(PROMPTS[2]), Sampling(max_tokens=12), 0, None)
+    waiting = [request]
+    with torch.inference_mode():
+        while waiting or core.is_busy:
+            core.step(waiting)
+    assert request.logprobs == pytest.approx(model_logprobs(model, [*PROMPTS[2], *request.tokens])[5:], abs=TOLERANCE)

@@ -2,22 +2,26 @@
 
 import asyncio
 import gc
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from test_native_engine import PROMPTS, TOLERANCE, assert_exact, generate, make_engine
 from tiny import DEVICE
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from corral.kernels.paged_attention import PAGE
 from corral.model.fused_layers import fuse
+from corral.recipe.errors import UserError
+from corral.recipe.schema import KEYS_PER_TOKEN
 from corral.rollout import paged_core
 from corral.rollout.engine import Completion, FinishReason, Sampling
 from corral.rollout.engine_core import GenerationRequest
 from corral.rollout.native_engine import NativeEngine
 from corral.rollout.paged_core import PagedCore
 from corral.rollout.paged_decoder import batch_size
-from corral.rollout.paged_kv_cache import CacheShape, PagePool
+from corral.rollout.paged_kv_cache import COPIED_PAGES, CacheShape, PagedKVCache, PagePool
 from corral.rollout.prefill_scheduler import PrefillGroup
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="the kernels need heads of 32 and more")
@@ -105,6 +109,23 @@ def test_a_prefill_batch_has_no_more_prompts_than_its_tokens_allow() -> None:
     waiting = [GenerationRequest(np.array(prompt), Sampling(max_tokens=1), 0, None) for prompt in PROMPTS]
     batches = [core.prefill.next_batch(waiting, 4) for _ in range(2)]
     assert [[len(group.tokens) for group in batch] for batch in batches] == [[4, 3], [6, 6]]
+
+
+def test_a_prefill_batch_gathers_no_more_keys_than_its_tokens_allow() -> None:
+    engine = paged_engine(max_prefill_tokens=8)
+    prompts = [LONG_PROMPT[i : 60 + i] for i in range(5)]
+
+    async def first_turns() -> list[Completion]:
+        return await asyncio.gather(*(engine.generate(p, Sampling(max_tokens=3), 1, keep_prefix=True) for p in prompts))
+
+    turns = zip(prompts, asyncio.run(first_turns()), strict=True)
+    waiting = [
+        GenerationRequest(np.array([*prompt, *turn.tokens, 20]), Sampling(max_tokens=1), 0, None, prefix=turn.prefix)
+        for prompt, turn in turns
+    ]
+    batches = [core_of(engine).prefill.next_batch(waiting, 5) for _ in range(3)]
+    assert KEYS_PER_TOKEN * 8 == 2 * 64
+    assert [[group.num_gathered for group in batch] for batch in batches] == [[64, 64], [64, 64], [64]]
 
 
 @torch.no_grad()
@@ -298,3 +319,44 @@ def test_a_copied_page_has_the_same_keys_and_values_in_all_layers(pool: PagePool
     pool.layers.normal_()
     pool.copy([2, 3], [5, 6])
     assert torch.equal(pool.layers[:, :, [5, 6]], pool.layers[:, :, [2, 3]])
+
+
+class LargestTensor(TorchDispatchMode):
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.index.Tensor:
+            self.num_bytes = max(self.num_bytes, result.nbytes)
+        return result
+
+
+def test_many_pages_are_copied_some_at_a_time() -> None:
+    shape = CacheShape(2, 1, 4, torch.float32)
+    pool = PagePool(shape, 100, torch.device("cpu"))
+    pool.acquire()
+    assert pool.layers is not None
+    pool.layers.normal_()
+    with LargestTensor() as largest:
+        pool.copy(list(range(1, 41)), list(range(51, 91)))
+    assert torch.equal(pool.layers[:, :, 51:91], pool.layers[:, :, 1:41])
+    assert largest.num_bytes == COPIED_PAGES * shape.page_bytes
+
+
+def test_the_cache_leaves_the_memory_that_passes_need() -> None:
+    shape = CacheShape(2, 1, 4, torch.float32)
+    passes = 100 * shape.page_bytes
+    cache = PagedKVCache(shape, 4, 256, torch.device("cpu"), passes)
+    assert cache.num_fitting(300 * shape.page_bytes, 5) == 300 - 100 - COPIED_PAGES - 1
+    assert cache.num_fitting(10_000 * shape.page_bytes, 5) == 9000 - 1
+    with pytest.raises(UserError, match=r"rollout\.max_prefill_tokens"):
+        cache.num_fitting(passes, 5)
+
+
+def test_the_memory_of_passes_grows_with_what_they_compute() -> None:
+    def of(max_sequences: int = 64, max_prefill_tokens: int = 4096) -> int:
+        core = core_of(paged_engine(max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens))
+        return core.cache.pass_bytes - COPIED_PAGES * core.cache.shape.page_bytes
+
+    assert of(max_prefill_tokens=8192) > 1.5 * of()
+    assert of(max_sequences=640) > of()

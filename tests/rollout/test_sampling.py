@@ -5,14 +5,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from corral.kernels.sampling import Truncation, sample_by_inverse_cdf, scale_logits, truncate_logits, uniform
+from corral.kernels.sampling import (
+    Truncation,
+    sample_by_inverse_cdf,
+    sample_tokens,
+    scale_logits,
+    truncate_logits,
+    uniform,
+)
 
 
 def test_uniform_numbers_are_uniform_and_uncorrelated() -> None:
     seeds = torch.arange(400)[:, None].expand(400, 250).reshape(-1)
     counters = torch.arange(250).repeat(400)
     values = uniform(seeds, counters).double()
-    assert values.min() >= 0
+    assert values.min() > 0
     assert values.max() < 1
     assert abs(values.mean() - 0.5) < 0.003
     histogram = torch.histc(values, 20, 0, 1)
@@ -26,6 +33,19 @@ def test_a_random_number_does_not_depend_on_what_else_is_sampled() -> None:
     together = uniform(torch.tensor([3, 4, 5]), torch.tensor([7, 8, 9]))
     alone = uniform(torch.tensor([4]), torch.tensor([8]))
     assert together[1] == alone[0]
+
+
+FIRST_POINT = 7_226_366
+"""A seed whose first random number has only zeros as its bits."""
+
+
+def test_the_smallest_random_number_is_no_reason_to_sample_an_impossible_first_token() -> None:
+    logits = torch.tensor([[-40.0, 0.0, 1.0]])
+    tokens, _ = sample_tokens(
+        logits, torch.zeros(1, dtype=torch.long), torch.ones(1), torch.tensor([FIRST_POINT]), torch.tensor([0])
+    )
+    assert tokens.tolist() == [1]
+    assert uniform(torch.tensor([FIRST_POINT]), torch.tensor([0])).item() == 2.0**-24
 
 
 @settings(deadline=None)

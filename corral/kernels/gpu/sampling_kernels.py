@@ -67,10 +67,12 @@ def _sample_kernel(
     l = tl.sum(tile_l, 0)
     counter = tl.load(counters_ptr + sample).to(tl.uint64)
     z = _splitmix64(tl.load(seeds_ptr + sample).to(tl.uint64)) + (counter + 1) * 0x9E3779B97F4A7C15
-    point = (_splitmix64(z) >> 41).to(tl.float32) * (1.0 / 8388608) * l  # 23 bits: a uniform number in [0, 1), times l
+    # 23 bits, and never 0: a uniform number in (0, 1), times l.
+    point = tl.maximum((_splitmix64(z) >> 41).to(tl.float32), 0.5) * (1.0 / 8388608) * l
     tile_ends = tl.cumsum(tile_l, 0)
-    # Rounding may put a point behind everything: then it belongs to the last tile, and token, with any probability.
-    last_tile = tl.max(tl.where(tile_l > 0, tiles, 0), 0)
+    # Rounding may put a point behind everything, or behind its tile's own sum: then it belongs to the last tile, and
+    # token, with a weight that rounding does not swallow.
+    last_tile = tl.max(tl.where(tile_l > l / 16777216, tiles, 0), 0)
     tile = tl.minimum(tl.sum((tile_ends <= point).to(tl.int32), 0), last_tile)
     before = tl.sum(tl.where(tiles < tile, tile_l, 0.0), 0)
     scale = tl.where(temperature > 0, temperature, 1.0)
@@ -78,7 +80,7 @@ def _sample_kernel(
     column = tile * TILE + place
     logit = tl.load(logits_ptr + row * row_stride + column, mask=column < vocab_size, other=-float("inf"))
     p = tl.exp(logit.to(tl.float32) / scale - m)
-    last_place = tl.max(tl.where(p > 0, place, 0), 0)
+    last_place = tl.max(tl.where(p > tl.sum(p, 0) / 16777216, place, 0), 0)
     chosen = tl.minimum(tl.sum((before + tl.cumsum(p, 0) <= point).to(tl.int32), 0), last_place)
     token = tile * TILE + chosen
     if temperature == 0:

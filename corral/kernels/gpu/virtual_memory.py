@@ -100,6 +100,18 @@ class VirtualBuffer:
             raise RuntimeError(f"{name} failed: {(text.value or b'?').decode()} ({code})")
 
 
+def has_virtual_memory(device: torch.device) -> bool:
+    """Whether the driver manages virtual memory, which some virtual GPUs, containers and old drivers do not. Found out
+    by trying: not all that refuse it say so when they are asked."""
+    try:
+        buffer = VirtualBuffer(1, device)
+        buffer.map()
+        buffer.close()
+    except (RuntimeError, OSError, AttributeError):  # refused, no such library, no such function
+        return False
+    return True
+
+
 class _CudaArray:
     """Memory at an address in the form that torch wraps without a copy."""
 
