@@ -74,6 +74,7 @@ class Console(Tracker):
             file=cast(IO[str], UnbreakableStream(stream)),
             width=None if is_terminal else PLAIN_WIDTH,
             force_jupyter=False,
+            force_terminal=None if show is None else False,
             highlight=False,
             emoji=False,
         )

@@ -33,7 +33,7 @@ def run_html(
     if lines:
         text = escape("\n".join(lines[-LAST_LINES:]))
         style = "display: flex; flex-direction: column-reverse; max-height: 20em; overflow: auto"
-        parts.append(f'<div style="{style}"><pre style="margin: 0">{text}</pre></div>')
+        parts.append(f'<div style="{style}"><pre style="margin: 0; white-space: pre-wrap">{text}</pre></div>')
     return f"<div>{''.join(parts)}</div>"
 
 

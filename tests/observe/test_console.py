@@ -278,7 +278,10 @@ def test_the_head_of_a_run_is_wrapped_between_words() -> None:
     assert lines[4] == "          of 8 on 1 trainer, up to 16384 tokens per"
 
 
-def test_a_notebook_shows_one_display_with_a_bar_a_curve_and_the_lines(clock: Clock) -> None:
+def test_a_notebook_shows_one_display_with_a_bar_a_curve_and_the_lines(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as notebooks do
     pages: list[str] = []
     console = Console(clock=clock, show=pages.append)
     console.banner("addition", Path("runs/addition"), "tiny", ["<plan>"])
@@ -291,7 +294,7 @@ def test_a_notebook_shows_one_display_with_a_bar_a_curve_and_the_lines(clock: Cl
     assert '<progress value="100" max="100"' in pages[-1]
     assert "reward/mean 1.000, from 0.010 to 1.000" in pages[-1]
     assert pages[-1].count(",") > 100  # points of the curve
-    assert "&lt;plan&gt;" in pages[-1]
+    assert "plan    &lt;plan&gt;" in pages[-1]
     assert "step 100/100" in pages[-1]
 
 
