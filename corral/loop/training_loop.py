@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -488,7 +489,7 @@ class Interrupt:
         if self.on_request is None:
             with suppress(RuntimeError):  # it is closed
                 if self.loop is not None:  # a thread that waits sees the exception when it wakes
-                    self.loop.call_soon_threadsafe(self.loop.call_later, WAKE_AFTER_S, bool)
+                    self.loop.call_soon_threadsafe(partial(self.loop.call_later, WAKE_AFTER_S, bool))
             return False
         if waiting is None:
             with suppress(RuntimeError):  # a signal may come in the middle of a write, and a second is not allowed then

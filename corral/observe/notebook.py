@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from html import escape
+from importlib import import_module
 
 WIDTH, HEIGHT = 480, 96
 LAST_LINES = 200
@@ -14,10 +15,9 @@ def notebook_display() -> Callable[[str], None] | None:
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if not hasattr(shell, "kernel"):
         return None
-    from IPython.display import HTML, display
-
-    handle = display(HTML(""), display_id=True)
-    return lambda page: handle.update(HTML(page))
+    ipython = import_module("IPython.display")
+    handle = ipython.display(ipython.HTML(""), display_id=True)
+    return lambda page: handle.update(ipython.HTML(page))
 
 
 def run_html(

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from commands import Command, Finished, corral, start_corral
 from deadlines import within
-from runs import VALIDATION, rows_of, same_outcome, write_recipe
+from runs import VALIDATION, rows_of, same_outcome, slowly, write_recipe
+from terminal import Terminal
 
 from corral.runtime.group import LocalRuntime
 from corral.runtime.model_workers import ActorWorker
@@ -207,6 +208,22 @@ def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path, tiny_model: Pat
     assert finished.errors == ["error: stopped at once; what was saved before is as it was"]
     assert "Traceback" not in finished.stderr
     assert not list((run.path / "checkpoints").iterdir())
+
+
+def test_ctrl_c_on_a_terminal_leaves_no_traceback(tmp_path: Path, tiny_model: Path) -> None:
+    """Rollouts that are cancelled report themselves as finished when their progress bar is gone."""
+    write_recipe(tmp_path, tiny_model)
+    options = (f"environment.reward.options.after={CALLS_BEFORE_TRAINING}", "environment.reward.timeout_s=600")
+    terminal = Terminal(tmp_path, "train", "recipe.yaml", *STEPS, *slowly(tmp_path, 600.0), *options)
+    terminal.command.wait_until(
+        lambda: (tmp_path / "calls").exists() and (tmp_path / "calls").stat().st_size > CALLS_BEFORE_TRAINING
+    )
+    terminal.press_ctrl_c()
+    code, _ = terminal.finish()
+    assert code == 130
+    log = (tmp_path / "runs" / "tiny" / "logs" / "main.log").read_text()
+    assert log.splitlines()[-1].endswith("INFO corral.loop.train: stopped after step 0 of 3")
+    assert "Traceback" not in log
 
 
 def test_an_interrupt_does_not_wait_for_a_reward_that_hangs(tmp_path: Path, tiny_model: Path) -> None:
