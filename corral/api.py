@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from corral.data.plugins import is_importable, name_object
 from corral.model.families import checked_plan
 from corral.observe.console import Console
+from corral.observe.notebook import notebook_display, run_html
 from corral.observe.run_folder import latest_recipe
 from corral.recipe.document import OVERRIDE, Document, Where, compose, read_document, set_override
-from corral.recipe.errors import RecipeError, UserError
+from corral.recipe.errors import RecipeError, RunInterrupted, UserError
 from corral.recipe.keys import KeyPath, dotted, expand, in_free_form
 from corral.recipe.load import recipe_from
 from corral.recipe.placement import runs_on_ray
@@ -77,14 +78,21 @@ def train(
     loaded = _load(recipe, overrides, objects)
     planned = checked_plan(loaded)
     # What may be wrong is printed all the same.
-    console = Console(io.StringIO(), warnings=sys.stderr) if quiet else Console()
+    console = Console(io.StringIO(), warnings=sys.stderr) if quiet else Console(show=notebook_display())
     for warning in planned.warnings:
         console.warn(warning)
     interrupt = Interrupt(console.warn)
-    folder = _outside_of_event_loops(
-        lambda: run_training(loaded, planned, console, interrupt=interrupt, resume_anyway=resume_anyway),
-        interrupt.request,
-    )
+
+    def stop() -> bool:
+        interrupt.is_ctrl_c = True
+        return interrupt.request()
+
+    try:
+        folder = _outside_of_event_loops(
+            lambda: run_training(loaded, planned, console, interrupt=interrupt, resume_anyway=resume_anyway), stop
+        )
+    except RunInterrupted:
+        raise KeyboardInterrupt from None
     return Run(folder)
 
 
@@ -149,6 +157,11 @@ class Run:
         return load_recipe(latest_recipe(self.folder) or self.folder / "recipe.yaml")
 
     @property
+    def finished(self) -> bool:
+        """Whether all steps were made. One that was stopped, or has failed, is not."""
+        return bool(self._summary()["state"] == "finished")
+
+    @property
     def metrics(self) -> "pyarrow.Table":
         """One row for each logged step, one column for each metric; null where a step did not log it."""
         import pyarrow
@@ -178,6 +191,19 @@ class Run:
         if not steps:
             raise UserError(f"{self.folder}: no trajectories were written (`logging.trajectories`)")
         return list(store.records(steps[-1] if step is None else step, part or ""))
+
+    def _summary(self) -> dict[str, Any]:
+        from corral.view.runs import RunReader
+
+        return RunReader(self.folder.name, self.folder.resolve()).summary()
+
+    def _repr_html_(self) -> str:
+        """How a notebook shows it."""
+        summary = self._summary()
+        validations = [one["value"] for one in (summary["before"], summary["after"]) if one is not None]
+        scores = " -> ".join(f"{value:.3f}" for value in validations if value is not None)
+        title = f"{self.folder}: {summary['state']}" + (f", validation {scores}" if scores else "")
+        return run_html(title, summary["step"], summary["num_steps"], summary["curve"], summary["sparkline"])
 
 
 def _load(recipe: RecipeSource, overrides: Mapping[str, Any], objects: Mapping[str, Any]) -> Recipe:
@@ -255,12 +281,13 @@ def _check_importable(key: str, value: Any) -> None:
         )
 
 
-def _outside_of_event_loops(work: Callable[[], Answer], stop: Callable[[], None] | None = None) -> Answer:
+def _outside_of_event_loops(work: Callable[[], Answer], stop: Callable[[], bool] | None = None) -> Answer:
     """Run `work` here, or in a thread of its own where an event loop runs already, as in a notebook.
 
     A run has an event loop of its own, and two cannot run in one thread. Ctrl-C then arrives in the notebook's thread,
-    which asks the run to stop as the command line does. A second one, or one where there is nothing to ask (`stop`), is
-    raised at once, here and in the thread, which ends as soon as it runs Python again.
+    which asks the run to stop as the command line does. Where `stop` returns False, because there is nothing to save,
+    it is raised in the thread, which ends as soon as it runs Python again. A second one, or one where there is nothing
+    to ask, is raised here, too, at once.
     """
     try:
         asyncio.get_running_loop()
@@ -279,11 +306,10 @@ def _outside_of_event_loops(work: Callable[[], Answer], stop: Callable[[], None]
         try:
             wait([result], timeout=LOOK_EVERY_S)
         except KeyboardInterrupt:
-            if stop is None and idents:
+            if idents and (stop is None or not stop()):
                 interrupt = ctypes.py_object(KeyboardInterrupt)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(idents[0]), interrupt)
             if stop is None:
                 raise
-            stop()
             stop = None
     return result.result()

@@ -12,7 +12,7 @@ import typer
 from corral.cli import bench, cluster_commands, envs, launch, migrate, planning, retriever
 from corral.cli.planning import AsJson, Overrides, RecipeFile, examples, planned
 from corral.cli.starter import init
-from corral.recipe.errors import RunError, UserError, without_controls
+from corral.recipe.errors import RunError, RunInterrupted, UserError, without_controls
 
 app = typer.Typer(
     name="corral",
@@ -320,6 +320,8 @@ def main() -> None:
         if end.code == INTERRUPTED:  # what typer makes of a KeyboardInterrupt
             print_error("stopped at once; what was saved before is as it was")
         raise
+    except RunInterrupted:
+        sys.exit(INTERRUPTED)
     except UserError as error:
         sys.exit(print_error(str(error), 2))
     except ModuleNotFoundError as error:

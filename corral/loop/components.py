@@ -4,7 +4,7 @@ import asyncio
 import math
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -57,7 +57,6 @@ took 1.2 times as long)."""
 
 OpenWorkers = Callable[[Recipe, Placement, Path, Console, frozenset[str]], AbstractAsyncContextManager[Runtime]]
 """Type of `open_runtime`, and of those that a debugger or a benchmark has in its place."""
-UntilStopped = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
 
 
 class CheckpointUnseen(RunError):
@@ -179,9 +178,7 @@ async def open_components(
     resume_from: Path | None,
     lost_nodes: frozenset[str],
     open_workers: OpenWorkers,
-    until_stopped: UntilStopped,
 ) -> AsyncIterator[RunComponents]:
-    """`until_stopped`: awaits calls of somebody's code, which may hang, unless the user asks the run to stop."""
     algorithm = resolve_algorithm(recipe)
     try_algorithm(algorithm)
     placement, _ = resolve_placement(recipe, algorithm)
@@ -197,7 +194,7 @@ async def open_components(
             validation = prompts_of(recipe, "validation", tokenizer, console)
         if recipe.needs_engine:
             prompts = validation if recipe.trains_on_rows else train
-            await until_stopped(try_environments(runtime, recipe, prompts, console))
+            await try_environments(runtime, recipe, prompts, console)
         teacher = None
         if recipe.reference.endpoint is not None:
             teacher = await open_teacher(recipe.reference.endpoint, train[0].tokens, tokenizer, closing)

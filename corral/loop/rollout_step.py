@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 PIECES_PER_STEP = 8
 """Number of pieces into which a step is cut at most, when it is pipelined."""
+ReportProgress = Callable[[int, int, int], None]
+"""Called with the samples that are finished, all of the step, and the tokens generated for the finished ones."""
 
 
 @dataclass
@@ -106,8 +108,8 @@ class PendingRollout:
         self.components, self.ledger, self.step = parts, ledger, step
         self.groups: list[PromptGroup] = []
         self.num_taken = 0
-        self.num_finished = 0
-        self.on_progress: Callable[[int, int], None] = lambda done, total: None
+        self.num_finished = self.num_tokens = 0
+        self.on_progress: ReportProgress = lambda done, total, num_tokens: None
         self._issue(prompts_of_step(parts, ledger, step))
 
     async def pieces(self, max_pieces: int = PIECES_PER_STEP) -> AsyncIterator[RolloutResult]:
@@ -145,13 +147,16 @@ class PendingRollout:
         if self.algorithm.needs_greedy_baseline:
             greedy = parts.scheduler.submit(prompts, 1, sampling_of(self.recipe.rollout, greedy=True), "baseline")
         for prompt, result, baseline in zip(prompts, sampled, greedy, strict=True):
-            result.add_done_callback(lambda _: self._count_finished())
+            result.add_done_callback(self._count_finished)
             self.groups.append(PromptGroup(prompt.prompt_id, result, baseline))
 
-    def _count_finished(self) -> None:
+    def _count_finished(self, result: PendingTrajectories) -> None:
+        if result.cancelled() or result.exception() is not None:
+            return
         samples = self.recipe.batch.samples_per_prompt
         self.num_finished += samples
-        self.on_progress(self.num_finished, len(self.groups) * samples)
+        self.num_tokens += sum(trajectory.num_generated for trajectory in result.result())
+        self.on_progress(self.num_finished, len(self.groups) * samples, self.num_tokens)
 
     async def _finished(self, size: int) -> AsyncIterator[list[PromptGroup]]:
         """Yields runs of at least `size` groups (or the rest), in the order of their prompts."""
@@ -224,7 +229,7 @@ class PendingRows:
 
     def __init__(self, parts: RunComponents, ledger: Ledger, step: int) -> None:
         self.ledger, self.step = ledger, step
-        self.on_progress: Callable[[int, int], None] = lambda done, total: None
+        self.on_progress: ReportProgress = lambda done, total, num_tokens: None
         prompts = prompts_of_step(parts, ledger, step)
         ledger.issue(step, [one.prompt_id for one in prompts])
         self.trajectories = [own for one in prompts for own in trajectories_of(parts.train[one.index], one)]

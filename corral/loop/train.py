@@ -2,10 +2,11 @@
 evaluation of a model alone."""
 
 import asyncio
+import logging
 import shlex
 import warnings
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,18 +37,20 @@ from corral.loop.training_loop import (
 from corral.loop.trajectory_process import open_writer
 from corral.loop.validation import show_samples, validate
 from corral.observe.console import Console, is_validation, run_log
-from corral.observe.curve import draw_curve
+from corral.observe.curve import describe_training, draw_curve
 from corral.observe.run_files import read_metrics
 from corral.observe.run_folder import RunFolder
 from corral.observe.trackers import check_trackers, make_trackers
-from corral.recipe.errors import RunError
+from corral.recipe.errors import RunError, RunInterrupted
 from corral.recipe.load import dump_recipe
-from corral.recipe.plan import Plan, describe_batch, describe_schedule
+from corral.recipe.plan import Plan, describe_batch, describe_rewards, describe_schedule
 from corral.recipe.schema import Recipe
 from corral.runtime.group import WorkerLost
 from corral.runtime.local_debugger import Debugging
 from corral.runtime.presence import announce
 from corral.training.checkpoint import find_checkpoint, read_state, step_folder
+
+logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
 
@@ -62,7 +65,7 @@ def train(
 ) -> Path:
     """Runs the recipe to its end and returns the run folder. `plan`: that of the recipe. `interrupt`: the caller's, if
     it has its own. `resume_anyway`: the run of that name goes on, also where it has become another experiment
-    (`resuming.py`)."""
+    (`resuming.py`). Raises `RunInterrupted` where Ctrl-C has stopped it."""
     interrupt = interrupt or Interrupt(console.warn, debugging.on_ctrl_c)
     with (
         event_loop(console) as runner,
@@ -81,13 +84,21 @@ def train(
         folder.write_plan(plan.text(), plan.as_dict())
         step = None if checkpoint is None else read_state(checkpoint)["step"]
         announce("controller", folder.name, folder=folder.path.resolve())
-        lines = [*describe_batch(plan), *describe_schedule(plan)]
+        rewards = [f"reward: {line}" for line in describe_rewards(recipe)]
+        lines = [*describe_batch(plan), *describe_schedule(plan), *rewards]
         console.banner(folder.name, folder.path, recipe.model.path, lines, step)
         for change in changes:
             console.note(f"changed since: {change}")
         with interrupt, run_log(folder.logs / "main.log", console), console.signs_of_life():
             open_workers = partial(open_runtime, debugging=debugging)
-            runner.run(supervise(recipe, folder, console, interrupt, checkpoint, recipe_file, open_workers))
+            try:
+                runner.run(supervise(recipe, folder, console, interrupt, checkpoint, recipe_file, open_workers))
+            except KeyboardInterrupt:
+                if interrupt.is_ctrl_c or interrupt.on_request is not None:
+                    raise
+                console.note("stopped before training: there was nothing to save; the same command again starts it")
+    if interrupt.is_ctrl_c:
+        raise RunInterrupted
     return folder.path
 
 
@@ -138,6 +149,7 @@ def report_finished(checkpoint: Path, folder: RunFolder, recipe: Recipe, recipe_
         validations[-1] if len(validations) > 1 else None,
         folder.curve if folder.curve.exists() else None,
         commands_after(recipe, checkpoint, recipe_file),
+        describe_training(rows),
     )
 
 
@@ -200,7 +212,6 @@ async def supervise(
             async with running(recipe, folder, console, interrupt, checkpoint, lost_nodes, open_workers) as run:
                 began = True
                 run.parts.runtime.on_ending = interrupt.request
-                interrupt.on_request = run.parts.runtime.hurry
                 try:
                     await run.supervisor.run(run_steps(run))
                 except Interrupted:
@@ -252,6 +263,7 @@ async def running(
     """Opens a run, ready for its next step; closed when the block ends. `lost_nodes`: addresses; more may be added."""
     state = {} if checkpoint is None else read_state(checkpoint)
     lost = set() if lost_nodes is None else lost_nodes
+    interrupt.loop, interrupt.on_request = asyncio.get_running_loop(), None
     own = checkpoint is not None and is_own(checkpoint, folder)
     (folder.logs / "workers.json").unlink(missing_ok=True)  # of a cluster that trained it before
     # Before anything is loaded: a tracker without its key, or whose server does not answer, ends a new run.
@@ -263,15 +275,8 @@ async def running(
         config=recipe.model_dump(mode="json"),
         console=console,
     )
-
-    async def until_stopped(work: Coroutine[Any, Any, None]) -> None:
-        with suppress(Interrupted):  # `run_steps` sees the request, and ends in good order
-            await interrupt.cancel_on_request(work)
-
     with closing(trackers):
-        components = open_components(
-            recipe, console, folder.logs, checkpoint, frozenset(lost), open_workers, until_stopped
-        )
+        components = open_components(recipe, console, folder.logs, checkpoint, frozenset(lost), open_workers)
         async with components as parts:
             if checkpoint is not None:
                 await restore(parts, checkpoint, state)
@@ -293,6 +298,7 @@ async def running(
                     skipped_in_a_row=int(state.get("skipped_in_a_row", 0)),
                     validations={row["step"]: row for row in read_rows(folder) if is_validation(row)},
                 )
+                interrupt.on_request = parts.runtime.hurry
                 try:
                     yield run
                 except BaseException as error:
@@ -319,8 +325,11 @@ async def finish(run: RunState, recipe_file: Path) -> None:
         while run.step > run.saved_step and is_due:
             await begin_saving(run)
             await finish_saving(run)  # not written where a trainer was lost meanwhile
-    rows = read_rows(run.folder) if run.recipe.logging.curve else []
-    if rows:
+    if run.interrupt.requested:
+        logger.info("stopped after step %d of %d", run.step, run.parts.num_steps)
+    rows = read_rows(run.folder)
+    has_curve = run.recipe.logging.curve and bool(rows)
+    if has_curve:
         draw_curve(rows, run.folder.curve, run.folder.name)
     first, last = min(run.validations, default=0), max(run.validations, default=0)
     run.console.close()
@@ -328,8 +337,9 @@ async def finish(run: RunState, recipe_file: Path) -> None:
         run.folder.path,
         run.validations.get(first),
         run.validations.get(last) if last > first else None,
-        run.folder.curve if rows else None,
+        run.folder.curve if has_curve else None,
         next_commands(run, recipe_file),
+        describe_training(rows),
     )
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -292,7 +293,8 @@ async def validate_if_due(run: RunState) -> None:
         async with parts.trainer_lock:
             metrics = {**metrics, **await validation_loss(parts)}
     run.console.validation(when, metrics, result.num_prompts, result.noun)
-    show_samples(parts, result, run.console)
+    if not run.validations or run.is_complete:  # the same prompts every time
+        show_samples(parts, result, run.console)
     run.trackers.log(run.step, {**metrics, "time/validate_s": time.perf_counter() - started})
     run.validations[run.step] = metrics
     if run.recipe.logging.trajectories and result.trajectories:
@@ -417,9 +419,10 @@ def save_failed_batch(batch: Batch, path: Path) -> None:
     )
 
 
-# --- Ctrl-C and SIGTERM: the first one ends the run in good order, the second at once
+# --- Ctrl-C and SIGTERM: the first one ends the run in good order; the second, or one before training, at once
 
 
+WAKE_AFTER_S = 0.1
 Answer = TypeVar("Answer")
 SignalHandler = Callable[[int, FrameType | None], None]
 
@@ -429,14 +432,19 @@ class Interrupted(Exception):
 
 
 class Interrupt:
-    """A request to stop waits for the end of the step while weights are being changed, and cancels rollouts."""
+    """A request to stop waits for the end of the step while weights are being changed, and cancels rollouts. Before
+    training there is nothing to save, and it ends the run at once."""
 
     def __init__(self, notify: Callable[[str], None], on_ctrl_c: SignalHandler | None = None) -> None:
         """`on_ctrl_c`: a debugger's, which then has Ctrl-C for itself."""
         self.notify = notify
         self.handlers = {signal.SIGINT: on_ctrl_c or self._handle, signal.SIGTERM: self._handle}
         self.requested = False
-        self.on_request: Callable[[], object] = lambda: None
+        self.is_ctrl_c = False
+        """Whether it was the user who asked, and not a SIGTERM or the cluster."""
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.on_request: Callable[[], object] | None = None
+        """Called when the run is asked to stop. None: it is not ready for its first step."""
         self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
         self._before: dict[int, Any] = {}
 
@@ -469,14 +477,20 @@ class Interrupt:
             stopping.cancel()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        self.is_ctrl_c = self.is_ctrl_c or number == signal.SIGINT
+        if self.requested or not self.request():
             raise KeyboardInterrupt
-        self.request()
 
-    def request(self) -> None:
-        """Asks the run to stop; may be called from any thread."""
+    def request(self) -> bool:
+        """Asks the run to stop; may be called from any thread. Returns False before training: then the caller raises
+        KeyboardInterrupt in the run's thread."""
         self.requested = True
         waiting = self._waiting
+        if self.on_request is None:
+            with suppress(RuntimeError):  # it is closed
+                if self.loop is not None:  # a thread that waits sees the exception when it wakes
+                    self.loop.call_soon_threadsafe(partial(self.loop.call_later, WAKE_AFTER_S, bool))
+            return False
         if waiting is None:
             with suppress(RuntimeError):  # a signal may come in the middle of a write, and a second is not allowed then
                 self.notify("stopping as soon as this step is done; Ctrl-C again stops at once")
@@ -484,3 +498,4 @@ class Interrupt:
             loop, stop = waiting
             loop.call_soon_threadsafe(stop.set)
         self.on_request()
+        return True

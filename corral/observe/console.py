@@ -1,13 +1,16 @@
 """What a person sees while a run is going on, and the run's log file.
 
 On a terminal: a progress bar over the steps, and under it what is being done right now. Elsewhere (a pipe, a log file,
-a batch job): plain lines, and a sign of life every ten seconds or so. Colors, widths and NO_COLOR are left to rich.
+a batch job): plain lines, those of progress with the time of day, and a sign of life every ten seconds or so. In a
+notebook: one display with all of that, which is updated. Colors, widths and NO_COLOR are left to rich.
 Corral's modules warn through `logging`: `run_log` sends that to the console, and everything else to `logs/main.log`.
 """
 
+import io
 import logging
 import math
 import sys
+import textwrap
 import threading
 import time
 from collections import deque
@@ -23,6 +26,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from corral.observe.notebook import run_html
 from corral.observe.run_files import Tracker
 from corral.recipe.errors import first_line, without_controls
 
@@ -30,7 +34,9 @@ PLAIN_WIDTH = 120
 LINE_EVERY_S = 10.0
 SIGN_OF_LIFE_S = 30.0
 """After so many seconds without a line there is one that says what is being done."""
+REFRESH_EVERY_S = 0.25
 STEPS_FOR_ETA = 20
+CURVES = ("reward/mean", "policy/nll", "preference/loss")
 ENDED_BY = "ended_by"
 """Logger of the error that ends a run. Not below `corral`: the command line prints the error itself."""
 
@@ -56,14 +62,19 @@ class Console(Tracker):
         *,
         live: bool = True,
         warnings: IO[str] | None = None,
+        show: Callable[[str], None] | None = None,
     ) -> None:
         """`live`: with a progress bar, if it is a terminal. Not where something else writes there too, as a
-        debugger. `warnings`: where these are printed as well, if nobody looks at `stream`."""
-        stream = stream or sys.stdout
+        debugger. `warnings`: where these are printed as well, if nobody looks at `stream`. `show`: shows HTML in a
+        notebook, in place of what it has shown before; nothing is printed then."""
+        self._show_html, self._lines, self._shown_at = show, io.StringIO(), -math.inf
+        stream = self._lines if show is not None else stream or sys.stdout
         is_terminal = stream.isatty()
         self._rich = RichConsole(
             file=cast(IO[str], UnbreakableStream(stream)),
             width=None if is_terminal else PLAIN_WIDTH,
+            force_jupyter=False,
+            force_terminal=None if show is None else False,
             highlight=False,
             emoji=False,
         )
@@ -72,21 +83,25 @@ class Console(Tracker):
         self._clock, self._warnings = clock, warnings
         self._last_line_at = clock()
         self._total: int | None = None
+        self._title = ""
         self._columns: set[str] = set()
+        self._curve: dict[str, list[float]] = {}
+        """Values of each of `CURVES`."""
         self._ends: deque[tuple[int, float]] = deque(maxlen=STEPS_FOR_ETA + 1)
         self._progress: Progress | None = None
         self._bar: TaskID | None = None
         self._stages: list[ConsoleStage] = []
 
     def banner(self, run: str, folder: Path, model: str, plan: Sequence[str], resumed_at: int | None = None) -> None:
-        self._rows(
-            {
-                "run": run if resumed_at is None else f"{run}, resumed after step {resumed_at}",
-                "folder": str(folder),
-                "model": model,
-                "plan": "\n".join(plan),
-            }
-        )
+        self._title = run if resumed_at is None else f"{run}, resumed after step {resumed_at}"
+        if self._is_terminal:
+            width = max(self._rich.width - len("folder  "), PLAIN_WIDTH // 4)
+            plan = [
+                part
+                for line in plan
+                for part in textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False)
+            ]
+        self._rows({"run": self._title, "folder": str(folder), "model": model, "plan": "\n".join(plan)})
         self._print("")
 
     def begin(self, total: int, done: int = 0) -> None:
@@ -101,9 +116,13 @@ class Console(Tracker):
         if not any(field.key in metrics for field in STEP_FIELDS):
             return
         self._ends.append((step, self._clock()))
+        for name in CURVES:
+            if name in metrics:
+                self._curve.setdefault(name, []).append(metrics[name])
         eta_s = self._eta_s()
         shown = {**metrics, **({} if eta_s is None else {"eta_s": eta_s})}
-        self._print(step_line(step, self._total, shown, self._columns, self._rich.width if self._is_live else None))
+        width = self._rich.width if self._is_live else None
+        self._print_timed(step_line(step, self._total, shown, self._columns, width))
         self._columns |= shown.keys()
         if self._progress is not None and self._bar is not None:
             eta = "" if eta_s is None else f"  eta {duration(eta_s)}"
@@ -152,20 +171,27 @@ class Console(Tracker):
             if self._last_line_at != own_line_at:
                 silent_since = self._last_line_at
             if self._clock() - self._last_line_at >= SIGN_OF_LIFE_S:
-                self._print(f"{self._doing} (nothing new for {duration(self._clock() - silent_since)})")
+                self._print_timed(f"{self._doing} (nothing new for {duration(self._clock() - silent_since)})")
                 own_line_at = self._last_line_at
 
     @property
     def _doing(self) -> str:
         if self._stages:
-            return self._stages[-1].name
-        return "starting" if self._total is None else f"step {self._ends[-1][0] + 1}/{self._total}"
+            return self._stages[-1].text
+        if self._total is None:
+            return "starting"
+        step = self._ends[-1][0] + 1
+        return f"step {step}/{self._total}" if step <= self._total else "ending the run"
 
     def _show(self, stage: "ConsoleStage") -> None:
+        if stage not in self._stages:
+            return  # what was cancelled may still report itself
         if self._progress is not None and stage.task is not None:
             self._progress.update(stage.task, completed=stage.done, total=stage.total, note=stage.count)
         elif self._clock() - self._last_line_at >= LINE_EVERY_S:
-            self._print(f"{stage.name} {stage.count}")
+            self._print_timed(stage.text)
+        else:
+            self._refresh()
 
     def _live(self) -> Progress:
         if self._progress is None:
@@ -231,12 +257,15 @@ class Console(Tracker):
         after: Mapping[str, float] | None = None,
         curve: Path | None = None,
         commands: Mapping[str, str] | None = None,
+        training: str = "",
     ) -> None:
-        """Prints the end of a run. `commands`: what to do next, such as {"evaluate": "corral evaluate ..."}."""
+        """Prints the end of a run. `commands`: what to do next, such as {"evaluate": "corral evaluate ..."}.
+        `training`: what has become of the reward."""
         scores = [score_text(metrics) for metrics in (before, after) if metrics is not None]
         self._print("")
         self._rows(
             {
+                "training": training,
                 "validation": " -> ".join(scores),
                 "folder": str(folder),
                 "curve": "" if curve is None else str(curve),
@@ -246,6 +275,7 @@ class Console(Tracker):
 
     def close(self) -> None:
         """Removes the progress bar; lines can still be printed."""
+        self._refresh(always=True)
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -265,9 +295,25 @@ class Console(Tracker):
             for number, line in enumerate(text.splitlines()):
                 self._print(Text.assemble((("" if number else name).ljust(width), "bold cyan"), "  ", line))
 
+    def _print_timed(self, line: str | Text) -> None:
+        """Prints a line of progress: where it may be read later, with the time of day."""
+        self._print(line if self._is_terminal else Text.assemble((time.strftime("%X  "), "dim"), line))
+
     def _print(self, line: str | Text | Table) -> None:
         self._last_line_at = self._clock()
         self._rich.print(line, soft_wrap=not isinstance(line, Table), markup=False)
+        self._refresh()
+
+    def _refresh(self, always: bool = False) -> None:
+        """Updates the display of a notebook, now and then."""
+        if self._show_html is None or (not always and self._clock() - self._shown_at < REFRESH_EVERY_S):
+            return
+        self._shown_at = self._clock()
+        step = self._ends[-1][0] if self._ends else 0
+        name = next(iter(self._curve), "")
+        title = ": ".join(filter(None, [self._title, *([self._stages[-1].text] if self._stages else [])]))
+        lines = self._lines.getvalue().splitlines()
+        self._show_html(run_html(title, step, self._total, name, self._curve.get(name, []), lines))
 
 
 @dataclass
@@ -279,15 +325,22 @@ class ConsoleStage:
     total: int | None
     done: int = 0
     task: TaskID | None = None
+    num_tokens: int = 0
+    """Generated so far, where that is known."""
 
-    def update(self, done: int, total: int | None = None) -> None:
-        self.done = done
+    def update(self, done: int, total: int | None = None, num_tokens: int = 0) -> None:
+        self.done, self.num_tokens = done, num_tokens
         self.total = total or self.total
         self.console._show(self)
 
     @property
     def count(self) -> str:
-        return f"{self.done}/{self.total}" if self.total else f"{self.done}"
+        tokens = f", {self.num_tokens:,} tokens" if self.num_tokens else ""
+        return f"{self.done}/{self.total}{tokens}" if self.total else f"{self.done}{tokens}"
+
+    @property
+    def text(self) -> str:
+        return f"{self.name} {self.count}" if self.total else self.name
 
 
 class UnbreakableStream:

@@ -98,7 +98,11 @@ class RunFolder:
         return holds_run(self.path)
 
     def write_recipe(self, text: str) -> Path:
-        """Keeps every recipe the run was started with; the one with the highest number is the last that was used."""
+        """Keeps every recipe the run was started with; the one with the highest number is the last that was used. Those
+        of starts that failed before anything was computed are not kept."""
+        if not self.holds_run and not (self.path / "attempts").exists():
+            for path in itertools.takewhile(Path.exists, recipe_files(self.path)):
+                path.unlink()
         latest = latest_recipe(self.path)
         if latest is not None and latest.read_text(encoding="utf-8") == text:
             return latest

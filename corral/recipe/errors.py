@@ -12,6 +12,10 @@ class RunError(Exception):
     """A run that cannot go on; the message says why, in one line, exit code 1. What was saved stays usable."""
 
 
+class RunInterrupted(BaseException):
+    """Ctrl-C has stopped a run, which has saved what there was and printed how to continue; exit code 130."""
+
+
 class RecipeError(UserError):
     """All that is wrong with a recipe, one line per problem."""
 

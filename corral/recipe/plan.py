@@ -88,6 +88,7 @@ class Plan:
                 [] if self.model_path is None else [f"computed on the {self.model_path}"]
             ),
             **({"data": data} if (data := describe_data(self.recipe)) else {}),
+            **({"reward": rewards} if (rewards := describe_rewards(self.recipe)) else {}),
             "batch": describe_batch(self),
             "schedule": describe_schedule(self),
             "algorithm": [f"{name:<{widest}}  {line}" for name, line in algorithm.items()],
@@ -320,6 +321,17 @@ def describe_schedule(plan: Plan) -> list[str]:
     if plan.algorithm.dynamic_sampling:
         line += " (without the prompts that dynamic sampling replaces)"
     return [line, describe_mode(plan)]
+
+
+def describe_rewards(recipe: Recipe) -> list[str]:
+    """One line for each environment that asks questions; others may have no use for a reward function."""
+    lines = []
+    for tag, environment in recipe.tagged_environments.items() if recipe.needs_engine else ():
+        names = " + ".join(reward.name for reward in environment.named_rewards.values())
+        is_default = not environment.rewards and "name" not in environment.reward.model_fields_set
+        if environment.name == "question":
+            lines.append(f"{tag}: " * bool(tag) + names + ", the default" * is_default)
+    return lines
 
 
 def describe_data(recipe: Recipe) -> list[str]:

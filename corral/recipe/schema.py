@@ -751,7 +751,7 @@ class Logging(Section):
     """Names of the metrics in trackers; verl: its own for those that it has, too. metrics.jsonl, console and Prometheus
     have Corral's."""
     samples: NaturalInt = 2
-    """Answers printed after each validation."""
+    """Answers printed after the first validation and the last, of the same prompts."""
     tracked_samples: NaturalInt = 8
     """Trajectories of each step that the trackers get: as tables, in mlflow as files, in swanlab as texts."""
     prometheus: Prometheus | None = None

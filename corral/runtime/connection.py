@@ -154,9 +154,11 @@ def start_here(cluster: Cluster) -> None:
             )
             if cluster.is_here:
                 start_more_nodes(cluster.nodes - 1, devices)
-        except Exception as error:  # Ray has no class of its own for this
+        except BaseException as error:  # Ray has no class of its own for this; or Ctrl-C
             end_more_nodes()
             shutil.rmtree(folder, ignore_errors=True)
+            if not isinstance(error, Exception):
+                raise
             raise RunError(f"Ray could not be started on this machine: {first_line(error)}") from error
 
 

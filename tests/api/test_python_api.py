@@ -23,6 +23,7 @@ from runs import write_recipe
 
 import corral
 from corral.api import _outside_of_event_loops
+from corral.observe.run_folder import RunFolder
 
 ROWS = [{"prompt": f"{number} + 1 =", "answer": str(number + 1)} for number in range(8)]
 
@@ -58,6 +59,11 @@ def test_a_run_has_metrics_a_checkpoint_and_trajectories(tmp_path: Path, tiny_mo
     mean = sum(record["reward"] for record in records) / len(records)
     assert run.metrics["reward/mean"].to_pylist()[-1] == pytest.approx(mean)
     assert corral.Run(run.folder).recipe.schedule.steps == 2
+    assert run.finished
+    shown = run._repr_html_()
+    assert f"{run.folder}: finished" in shown
+    assert '<progress value="2" max="2"' in shown
+    assert "<polyline" in shown
 
 
 def test_the_recipe_of_a_run_is_the_one_it_was_last_started_with(tmp_path: Path, tiny_model: Path) -> None:
@@ -188,6 +194,10 @@ def test_ctrl_c_in_a_notebook_asks_and_the_next_one_ends_it_at_once(can_ask: boo
         finally:
             ended.set()
 
+    def ask() -> bool:
+        asked.set()
+        return True
+
     def interrupt(number: int, frame: FrameType | None) -> None:
         """Only while the notebook waits: a key that is pressed later would interrupt the test itself."""
         while frame is not None and frame.f_code is not concurrent.futures.wait.__code__:
@@ -201,7 +211,7 @@ def test_ctrl_c_in_a_notebook_asks_and_the_next_one_ends_it_at_once(can_ask: boo
             os.kill(os.getpid(), signal.SIGINT)
 
     async def cell() -> None:
-        _outside_of_event_loops(work, asked.set if can_ask else None)
+        _outside_of_event_loops(work, ask if can_ask else None)
 
     before, keys = signal.signal(signal.SIGINT, interrupt), threading.Thread(target=press)
     keys.start()
@@ -214,6 +224,64 @@ def test_ctrl_c_in_a_notebook_asks_and_the_next_one_ends_it_at_once(can_ask: boo
         signal.signal(signal.SIGINT, before)
     assert ended.wait(within(10))
     assert asked.is_set() == can_ask
+
+
+@pytest.mark.parametrize("in_notebook", [True, False])
+def test_ctrl_c_is_raised_when_the_run_has_saved_what_it_has(
+    tmp_path: Path, tiny_model: Path, in_notebook: bool
+) -> None:
+    """As on the command line, so that what follows is not done with a model that is not trained to its end."""
+    values = recipe(tmp_path, tiny_model, schedule={"steps": 10_000})
+    metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
+
+    def press() -> None:
+        while not metrics.exists() or not metrics.read_text():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    async def cell() -> None:
+        corral.train(values, reward=length, data=ROWS, quiet=True)
+
+    call = asyncio.new_event_loop().run_until_complete if in_notebook else lambda cell: cell.send(None)
+    threading.Thread(target=press).start()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call(cell())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    run = corral.Run(tmp_path / "runs" / "tiny")
+    assert not run.finished
+    assert run.checkpoint == run.folder / "checkpoints" / f"step_{run.metrics.num_rows:06d}"
+    assert "stopped" in run._repr_html_()
+    assert "Traceback" not in (run.folder / "logs" / "main.log").read_text()
+
+
+def test_ctrl_c_in_a_notebook_ends_a_run_that_is_being_prepared(tmp_path: Path, tiny_model: Path) -> None:
+    begun = threading.Event()
+
+    def rows() -> Any:
+        begun.set()
+        while True:
+            time.sleep(0.01)
+            yield ROWS[0]
+
+    def press() -> None:
+        begun.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    async def cell() -> None:
+        corral.train(recipe(tmp_path, tiny_model), reward=length, data=rows(), quiet=True)
+
+    threading.Thread(target=press).start()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.new_event_loop().run_until_complete(cell())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with RunFolder.open(tmp_path / "runs", "tiny", "auto") as folder:  # nobody has it any more
+        assert not folder.holds_run
 
 
 def test_a_cluster_takes_only_what_it_can_import(tmp_path: Path, tiny_model: Path) -> None:

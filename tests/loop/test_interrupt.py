@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: once ends the run in good order, twice ends it at once."""
+"""Ctrl-C and SIGTERM: once ends the run in good order, twice, or before training, ends it at once."""
 
 import random
 import signal
@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 from commands import Command, Finished, corral, start_corral
 from deadlines import within
-from runs import VALIDATION, rows_of, same_outcome, write_recipe
+from runs import VALIDATION, rows_of, same_outcome, slowly, write_recipe
+from terminal import Terminal
 
+from corral.runtime.group import LocalRuntime
 from corral.runtime.model_workers import ActorWorker
 
+EXIT_CODE = {signal.SIGINT: 130, signal.SIGTERM: 0}
 BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 STEPS = ("schedule.steps=3", "logging.trajectories=true")
 CALLS_BEFORE_TRAINING = 1
@@ -90,7 +93,7 @@ def hold_updates(step: int) -> None:
 def test_interrupt_during_a_rollout(tmp_path: Path, tiny_model: Path, number: signal.Signals) -> None:
     run = Watched(tmp_path, tiny_model, hangs_after=CALLS_BEFORE_STEP_3 + 2)
     finished = run.interrupt_at(CALLS_BEFORE_STEP_3 + 2, number)
-    assert finished.code == 0
+    assert finished.code == EXIT_CODE[number]
     assert finished.stderr == ""
     assert "the same command again (stopped after step 2 of 3)" in finished.stdout
     assert [path.name for path in (run.path / "checkpoints").iterdir()] == ["step_000002"]
@@ -104,7 +107,7 @@ def test_interrupt_during_training(tmp_path: Path, tiny_model: Path) -> None:
     run.interrupt_update()
     (tmp_path / "go").touch()
     finished = run.process.wait()
-    assert finished.code == 0
+    assert finished.code == 130
     assert finished.stderr == ""
     assert "the same command again (stopped after step 2 of 3)" in finished.stdout
     assert run.resumed_equals_uninterrupted()
@@ -142,14 +145,42 @@ def test_interrupts_at_any_moment_leave_no_trace(tmp_path: Path, tiny_model: Pat
     assert same_outcome(run, tmp_path / "runs" / "whole", step=3)
 
 
-def test_interrupt_before_the_first_step_leaves_nothing_to_resume_but_a_way_to_start(
+def hold_loading() -> None:
+    """The model is loaded, for ever."""
+
+    def held(*_: Any) -> None:
+        Path("loading").touch()
+        while True:
+            time.sleep(0.01)
+
+    LocalRuntime.build = held  # type: ignore[method-assign]
+
+
+@BOTH
+@pytest.mark.deadline("the model is loaded for ever")
+def test_an_interrupt_while_the_model_is_loaded_ends_the_run_at_once(
+    tmp_path: Path, tiny_model: Path, number: signal.Signals
+) -> None:
+    run = Watched(tmp_path, tiny_model, before=hold_loading)
+    run.process.wait_until((tmp_path / "loading").exists)
+    run.process.send(number)
+    finished = run.process.wait(timeout_s=10)
+    assert finished.code == EXIT_CODE[number]
+    if number == signal.SIGINT:
+        assert finished.errors == ["error: stopped at once; what was saved before is as it was"]
+    else:
+        assert finished.stdout.endswith("there was nothing to save; the same command again starts it\n")
+    assert "Traceback" not in finished.stderr
+    assert (run.path / "logs" / "main.log").read_text() == ""
+    assert not list((run.path / "checkpoints").iterdir())
+
+
+def test_an_interrupt_of_the_first_rollout_leaves_nothing_to_resume_but_a_way_to_start(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     run = Watched(tmp_path, tiny_model, hangs_after=0)
-    run.process.wait_until((run.path / "logs" / "main.log").exists)
-    run.process.send(signal.SIGINT)
-    finished = run.process.wait()
-    assert finished.code == 0
+    finished = run.interrupt_at(0)
+    assert finished.code == 130
     assert "the same command again (stopped after step 0 of 3)" in finished.stdout
     assert not list((run.path / "checkpoints").iterdir())
 
@@ -179,11 +210,27 @@ def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path, tiny_model: Pat
     assert not list((run.path / "checkpoints").iterdir())
 
 
+def test_ctrl_c_on_a_terminal_leaves_no_traceback(tmp_path: Path, tiny_model: Path) -> None:
+    """Rollouts that are cancelled report themselves as finished when their progress bar is gone."""
+    write_recipe(tmp_path, tiny_model)
+    options = (f"environment.reward.options.after={CALLS_BEFORE_TRAINING}", "environment.reward.timeout_s=600")
+    terminal = Terminal(tmp_path, "train", "recipe.yaml", *STEPS, *slowly(tmp_path, 600.0), *options)
+    terminal.command.wait_until(
+        lambda: (tmp_path / "calls").exists() and (tmp_path / "calls").stat().st_size > CALLS_BEFORE_TRAINING
+    )
+    terminal.press_ctrl_c()
+    code, _ = terminal.finish()
+    assert code == 130
+    log = (tmp_path / "runs" / "tiny" / "logs" / "main.log").read_text()
+    assert log.splitlines()[-1].endswith("INFO corral.loop.train: stopped after step 0 of 3")
+    assert "Traceback" not in log
+
+
 def test_an_interrupt_does_not_wait_for_a_reward_that_hangs(tmp_path: Path, tiny_model: Path) -> None:
     run = Watched(tmp_path, tiny_model, hangs_after=-CALLS_BEFORE_TRAINING)
     started = time.monotonic()
     run.process.wait_until(run.calls.exists)
     run.process.send(signal.SIGINT)
     finished = run.process.wait()
-    assert finished.code == 0
+    assert finished.code == 130
     assert time.monotonic() - started < within(20)

@@ -1,19 +1,23 @@
 """Validation: the same questions every time, greedy unless asked otherwise."""
 
+import io
 from dataclasses import replace
 from pathlib import Path
 from statistics import stdev
 
 import pytest
-from runs import VALIDATION, rows_of, train_here
+from runs import VALIDATION, rows_of, train_here, write_recipe
 from trajectories import make_trajectory
 
 from corral.data.batch import StopReason
 from corral.data.rows import Row
 from corral.loop.components import several_names
+from corral.loop.train import train
 from corral.loop.validation import summarize
-from corral.observe.console import validation_line
+from corral.model.families import checked_plan
+from corral.observe.console import Console, validation_line
 from corral.observe.trajectory_store import read_trajectories
+from corral.recipe.load import load_recipe
 
 FOUR = ("validation.samples_per_prompt=4", "validation.temperature=1.0", "validation.pass_threshold=0.125")
 
@@ -31,6 +35,20 @@ def test_the_questions_are_always_the_same(tmp_path: Path, tiny_model: Path) -> 
     assert len(questions[0]) == 6
     assert questions == [questions[0]] * 4
     assert [row["step"] for row in rows_of(run)] == [0, 1, 1, 2, 2, 3, 3]
+
+
+def test_answers_are_printed_after_the_first_validation_and_the_last(tmp_path: Path, tiny_model: Path) -> None:
+    recipe = load_recipe(write_recipe(tmp_path, tiny_model), [*VALIDATION, "validation.every=1", "schedule.steps=3"])
+    stream = io.StringIO()
+    train(recipe, checked_plan(recipe), Console(stream))
+    lines = stream.getvalue().splitlines()
+    assert [line.split(":")[0] for line in lines if line.startswith("validation ")][:4] == [
+        "validation before training",
+        "validation after step 1",
+        "validation after step 2",
+        "validation after training",
+    ]
+    assert sum(line.split() == ["prompt", "response", "answer", "reward"] for line in lines) == 2
 
 
 @pytest.mark.slow

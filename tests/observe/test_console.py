@@ -17,6 +17,7 @@ import pytest
 from deadlines import within
 
 from corral.observe.console import Console, ShownSample
+from corral.observe.curve import describe_training
 
 ROW = {"reward/mean": 0.5, "time/step_s": 4.0}
 RUN = """
@@ -97,11 +98,15 @@ def console(stream: io.StringIO, clock: Clock) -> Console:
     return Console(stream, clock)
 
 
+def without_times(stream: io.StringIO) -> list[str]:
+    return [re.sub(r"^\d\d:\d\d:\d\d  ", "", line) for line in stream.getvalue().splitlines()]
+
+
 def test_without_a_terminal_there_are_only_plain_lines() -> None:
     output = off_terminal(RUN)
     assert "\x1b" not in output
     assert "\r" not in output
-    assert len(re.findall(r"^step \d/3  reward", output, re.MULTILINE)) == 3
+    assert len(re.findall(r"^\d\d:\d\d:\d\d  step \d/3  reward", output, re.MULTILINE)) == 3
 
 
 def test_without_a_terminal_forced_colours_bring_no_progress_bar() -> None:
@@ -181,8 +186,8 @@ def test_a_long_stage_gives_a_sign_of_life_every_ten_seconds(
     with console.stage("playing", 128) as stage:
         for done in range(26):
             clock.now_s += 1
-            stage.update(done)
-    assert stream.getvalue() == "playing 9/128\nplaying 19/128\n"
+            stage.update(done, num_tokens=1000 * done)
+    assert without_times(stream) == ["playing 9/128, 9,000 tokens", "playing 19/128, 19,000 tokens"]
 
 
 def test_samples_show_line_breaks_and_neither_markup_nor_control_codes(console: Console, stream: io.StringIO) -> None:
@@ -210,9 +215,11 @@ def test_warnings_are_printed_as_they_are(console: Console, stream: io.StringIO)
 def test_the_summary_has_the_change_and_what_to_do_next(console: Console, stream: io.StringIO) -> None:
     before, after = {"validation/mean@1": 0.31}, {"validation/mean@1": 0.585, "validation/ci95": 0.04}
     commands = {"evaluate": "corral evaluate runs/addition"}
-    console.summary(Path("runs/addition"), before, after, Path("runs/addition/curve.png"), commands)
+    training = describe_training([{"step": step, "reward/mean": step / 10} for step in range(1, 5)])
+    console.summary(Path("runs/addition"), before, after, Path("runs/addition/curve.png"), commands, training)
     assert stream.getvalue() == (
         "\n"
+        "training    reward 0.100 -> 0.400 (first and last of 4 steps)\n"
         "validation  31.0 % -> 58.5 % ± 4.0\n"
         "folder      runs/addition\n"
         "curve       runs/addition/curve.png\n"
@@ -242,11 +249,53 @@ def test_a_long_silence_is_broken_by_what_is_being_done(console: Console, stream
     with console.stage("starting workers"), console.signs_of_life(passing):
         assert passing.is_over.wait(within(30))
     lines = [f"starting workers (nothing new for {silence})" for silence in ("30s", "1m00s", "1m30s")]
-    assert stream.getvalue().splitlines() == ["starting workers ...", *lines]
+    assert without_times(stream) == ["starting workers ...", *lines]
     for thread in threading.enumerate():
         if thread.name == "signs of life":
             thread.join(within(30))
             assert not thread.is_alive()
+
+
+def test_after_the_last_step_no_further_one_is_waited_for(console: Console, stream: io.StringIO, clock: Clock) -> None:
+    console.begin(3, done=3)
+    passing = Passing(clock)
+    with console.signs_of_life(passing):
+        assert passing.is_over.wait(within(30))
+    assert without_times(stream)[0] == "ending the run (nothing new for 30s)"
+
+
+def test_what_was_cancelled_may_report_progress_after_its_stage(stream: io.StringIO, clock: Clock) -> None:
+    """On a terminal: what finishes late updates no bar that is gone."""
+    late = RUN.replace("console.close()", "stage.update(8)\nconsole.close()")
+    assert "playing" in on_terminal(late, 120)
+
+
+def test_the_head_of_a_run_is_wrapped_between_words() -> None:
+    plan = "4 prompts x 2 samples = 8 trajectories -> 1 update of 8 on 1 trainer, up to 16384 tokens per micro-batch"
+    output = on_terminal(RUN.replace("4 prompts x 2 samples = 8 trajectories", plan), 60)
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output).splitlines()
+    assert lines[3] == "plan    4 prompts x 2 samples = 8 trajectories -> 1 update"
+    assert lines[4] == "          of 8 on 1 trainer, up to 16384 tokens per"
+
+
+def test_a_notebook_shows_one_display_with_a_bar_a_curve_and_the_lines(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as notebooks do
+    pages: list[str] = []
+    console = Console(clock=clock, show=pages.append)
+    console.banner("addition", Path("runs/addition"), "tiny", ["<plan>"])
+    console.begin(100)
+    for step in range(1, 101):
+        clock.now_s += 0.05
+        console.log(step, {"reward/mean": step / 100})
+    console.close()
+    assert len(pages) < 30  # four in a second, however many lines there are
+    assert '<progress value="100" max="100"' in pages[-1]
+    assert "reward/mean 1.000, from 0.010 to 1.000" in pages[-1]
+    assert pages[-1].count(",") > 100  # points of the curve
+    assert "plan    &lt;plan&gt;" in pages[-1]
+    assert "step 100/100" in pages[-1]
 
 
 def test_who_prints_needs_no_signs_of_life(console: Console, stream: io.StringIO, clock: Clock) -> None:

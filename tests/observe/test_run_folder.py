@@ -115,9 +115,20 @@ def test_the_recipe_is_written_once(tmp_path: Path) -> None:
 def test_another_recipe_is_kept_beside_the_first(tmp_path: Path) -> None:
     with RunFolder.open(tmp_path, "run", "auto") as folder:
         folder.write_recipe("seed: 0\n")
+        folder.metrics.write_text("{}\n")
         assert folder.write_recipe("seed: 1\n").name == "recipe.2.yaml"
         assert folder.write_recipe("seed: 0\n").name == "recipe.3.yaml"
         assert folder.recipe.read_text() == "seed: 0\n"
+
+
+def test_the_recipe_of_a_start_that_failed_is_not_kept(tmp_path: Path) -> None:
+    with RunFolder.open(tmp_path, "run", "auto") as folder:
+        for seed in (0, 1):
+            assert folder.write_recipe(f"seed: {seed}\n") == folder.recipe
+        assert folder.recipe.read_text() == "seed: 1\n"
+        folder.metrics.write_text("{}\n")
+        folder.archive_attempt()
+        assert folder.write_recipe("seed: 2\n").name == "recipe.2.yaml"
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a\nb"])

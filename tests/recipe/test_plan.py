@@ -10,7 +10,7 @@ from corral.recipe.errors import RecipeError
 from corral.recipe.load import load_recipe
 from corral.recipe.memory import BUCKET_BYTES, COMMUNICATOR, human_bytes, human_count
 from corral.recipe.mesh import MeshShape
-from corral.recipe.plan import host_memory, make_plan, update_sizes
+from corral.recipe.plan import describe_rewards, host_memory, make_plan, update_sizes
 from corral.recipe.shape import SMOLLM2_135M, ModelShape
 from corral.runtime import transfer_channels
 
@@ -205,6 +205,15 @@ def test_the_plan_says_what_it_runs_on(load, overrides, words, runtime, address)
 
 def test_the_placement_is_drawn(load):
     assert "node 0 | 0 actor+rollout |" in lines_of(load())
+
+
+def test_the_plan_names_the_reward(load):
+    assert describe_rewards(load()) == ["exact, the default"]
+    assert describe_rewards(load("environment.reward.name=exact")) == ["exact"]
+    both = "environment.rewards={right: {name: math}, format: {name: regex, weight: 0.1}}"
+    assert describe_rewards(load(both)) == ["math + regex"]
+    assert describe_rewards(load("environment.name=frozen_lake")) == []
+    assert "reward\n  exact, the default\n" in make_plan(load()).text()
 
 
 def test_warnings_are_part_of_the_plan(load):
