@@ -216,15 +216,13 @@ def retriever_instead(command: ShellCommand, path: Path) -> str | None:
     if not any(word.rpartition("/")[2] == "retrieval_server.py" for word in words):
         return None
     given = {word: after for word, after in pairwise([*words, ""]) if word.startswith("--")}
-    corpus, index = (
-        given.get("--corpus_path", "corpus.jsonl"),
-        Path(given.get("--index_path", "index")).parent / "index",
-    )
+    corpus = given.get("--corpus_path", "corpus.jsonl")
+    index = Path(given.get("--index_path", "index")).parent / "index"
     encoder = given.get("--retriever_model", "ENCODER")
     kind = "" if given.get("--retriever_name") == "bm25" else f" --kind flat --encoder {encoder} --half"
     return (
         f"{path}:{command.line}: starts Search-R1's retriever, which is not migrated, and no training. Its index is "
-        f"not read: make one with `corral retriever build {corpus} {index}{kind}`. Then every node has a retriever with "
+        f"not read: make one with `corral retriever build {corpus} {index}{kind}`. Then every node has a retriever by "
         f"`cluster.services: {{retriever: {{retriever: {index}, port: 8000}}}}` in the recipe, or serve it yourself: "
         f"`corral retriever serve {index} --topk {given.get('--topk', 3)}`; see docs/retrieval.md"
     )
