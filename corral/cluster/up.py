@@ -61,8 +61,8 @@ RAY = (sys.executable, "-c", WITHOUT_SERVE)
 """`ray` but for `ray serve`, whose imports (fastapi, pandas) are half of the CPU time of `ray start`."""
 START_S = 180.0
 CLIENT_PORTS, AGENT_PORTS = range(10001, 9901, -1), range(52365, 52465)
-"""Ray's own defaults first; a second cluster on the node gets the next ones. Above 10001 are the ports of Ray's workers,
-and Ray refuses to start with another port among them."""
+"""Ray's own defaults first; a second cluster on the node gets the next ones. Above 10001 are the ports of Ray's
+workers, and Ray refuses to start with another port among them."""
 NUM_DASHBOARD_PORTS = 100
 SOCKET_PATH = 107  # bytes that the kernel allows for the path of a socket
 LONGEST_SOCKET = "/session_2026-11-17_04-07-19_123456_1234567/sockets/dash_TaskEventsHead"

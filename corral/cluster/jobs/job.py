@@ -398,8 +398,8 @@ def describe_saved(job: Job, output: str) -> str:
     steps = re.findall(r"\(stopped after step (\d+) of (\d+)\)", output)
     if not steps and job.folder is None:
         return (
-            "its output does not say what it saved; look into its run's folder. A job of `ray job submit` is killed 3 s "
-            "after the signal, unless RAY_JOB_STOP_WAIT_TIME_S among its runtime environment's variables is more"
+            "its output does not say what it saved; look into its run's folder. A job of `ray job submit` is killed "
+            "3 s after the signal, unless RAY_JOB_STOP_WAIT_TIME_S among its runtime environment's variables is more"
         )
     if not steps:
         return "it was not in the middle of training, and saved nothing"
