@@ -4,7 +4,7 @@ model; `corral plan --check` looks at it and does nothing else."""
 
 import asyncio
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,10 +60,7 @@ def check_here(plan: Plan, warn: Callable[[str], None]) -> list[str]:
     if {algorithm.advantage.name, algorithm.loss.name} - ADVANTAGES.keys() - LOSSES.keys():
         check("algorithm: called once with short trajectories", lambda: try_algorithm(algorithm))
     if recipe.needs_engine and rows:
-        if not recipe.trains_on_rows:
-            check("environment.reward: a scorer for each source", lambda: check_sources(recipe, rows))
-        what = "environment and reward: called once with a row"
-        check(what, lambda: report_trial(recipe, try_here(recipe, rows_by_tag(recipe, rows)), warn))
+        check("environment and reward: called once with a row", lambda: try_rewards(recipe, rows, warn))
     if problems:
         raise RecipeError(problems)
     return checked
@@ -177,6 +174,12 @@ def first_rows(recipe: Recipe, part: Part, warn: Callable[[str], None]) -> list[
     source = recipe.data.train if part == "train" else recipe.data.validation
     assert source is not None
     return load_part(recipe, part, source.first_rows(NUM_ROWS), warn)
+
+
+def try_rewards(recipe: Recipe, rows: Sequence[Row], warn: Callable[[str], None]) -> None:
+    if not recipe.trains_on_rows:
+        check_sources(recipe, rows)
+    report_trial(recipe, try_here(recipe, rows_by_tag(recipe, rows)), warn)
 
 
 def check_sources(recipe: Recipe, rows: Iterable[Row]) -> None:

@@ -78,7 +78,7 @@ class KeyTable:
         if any(fits(pattern, key) for pattern in expand_keys(needed) for key in keys):
             return None
         names = " or ".join(f"`{pattern.removesuffix('.**')}`" for pattern in expand_keys(needed))
-        return f"it has no {names}: rollouts or a part of a configuration, which is not migrated"
+        return f"it is rollouts or a part of a configuration, which is not migrated: it has no {names}"
 
     def canonical(self, key: str) -> str:
         if key in self.aliases:

@@ -274,7 +274,7 @@ def experts_fit(config: ForeignConfig, given: ForeignValue) -> bool:
     """Whether experts can be split in addition to layers, matrices and tokens, as Corral does it; Megatron splits them
     over devices that share one of these."""
     others = math.prod(value for key in CUTS for _, value in config.ours(key))
-    return num_actor_devices(config) % (others * max(given.value or 1, 1)) == 0
+    return bool(num_actor_devices(config) % (others * max(given.value or 1, 1)) == 0)
 
 
 def num_copies(config: ForeignConfig) -> int | None:
