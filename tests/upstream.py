@@ -17,7 +17,8 @@ from pathlib import Path
 from bash_oracle import run_in_bash
 
 from corral.migrate.config_sources import migrate_file, read_sources
-from corral.recipe.errors import RecipeError
+from corral.model.families import checked_plan
+from corral.recipe.errors import RecipeError, UserError
 
 FILES = {
     "verl": ["examples/**/*.sh"],
@@ -41,9 +42,10 @@ def main(folder: Path) -> int:
         for path in files:
             try:
                 migration = migrate_file(path)
+                checked_plan(migration.recipe)  # as `corral migrate` does
                 num_read += 1
                 num_unsupported += bool(migration.unsupported)
-            except RecipeError as error:
+            except UserError as error:
                 refused[reason(error)] += 1
         num_other = sum(count for text, count in refused.items() if OTHER_KIND.search(text))
         print(f"{name}: {len(files)} files, {num_other} of another kind; {num_read} of the other", end=" ")
@@ -61,9 +63,9 @@ def main(folder: Path) -> int:
     return int(num_different > 0)
 
 
-def reason(error: RecipeError) -> str:
+def reason(error: UserError) -> str:
     """The first line, without file, line and value."""
-    return re.sub(r"^\S+: ", "", re.sub(r"=[^`]*`", "=...`", str(error.problems[0])))[:160]
+    return re.sub(r"^\S+: ", "", re.sub(r"=[^`]*`", "=...`", str(error).splitlines()[0]))[:160]
 
 
 def compared(scripts: list[Path]) -> Iterator[tuple[Path, list[str]]]:

@@ -1,6 +1,7 @@
 """Recipe arguments of the command line, and the way from them to a checked recipe, its plan and its training."""
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -101,6 +102,8 @@ def train_recipe(recipe: "Recipe", debugging: "Debugging", resume_anyway: bool =
 
     loaded, plan = with_plan(debugging.adapt(recipe))
     console = Console(live=not debugging.here)
+    if os.environ.get("RAY_DEBUG_POST_MORTEM") and not debugging.post_mortem:
+        console.warn("RAY_DEBUG_POST_MORTEM is not read: `corral train --post-mortem` opens a debugger after a failure")
     for warning in plan.warnings:
         console.warn(warning)
     with debugging.watching(loaded, console):

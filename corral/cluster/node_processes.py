@@ -21,7 +21,6 @@ SERVERS = ("gcs_server", "raylet")
 HELPERS = ("ray/dashboard/", "ray/_private/", "ray/autoscaler/", "ray.util.client.server")
 """Parts of the command lines of Ray's processes that are written in Python."""
 LISTENING = "0A"
-NUM_TRIED_PORTS = 100
 
 
 @dataclass(frozen=True)
@@ -188,10 +187,9 @@ def is_free(address: str, port: int) -> bool:
         return True
 
 
-def free_port(address: str, wanted: int) -> int:
-    """That port, or the next one that is free."""
-    ports = range(wanted, min(wanted + NUM_TRIED_PORTS, 65536))
-    found = next((port for port in ports if is_free(address, port)), None)
+def free_port(address: str, wanted: range) -> int:
+    """The first of these ports that is free."""
+    found = next((port for port in wanted if port < 65536 and is_free(address, port)), None)
     if found is None:
-        raise UserError(f"no port from {wanted} on can be used on {address}; is that an address of this node?")
+        raise UserError(f"no port from {wanted[0]} on can be used on {address}; is that an address of this node?")
     return found

@@ -60,7 +60,10 @@ WITHOUT_SERVE = "import sys; sys.modules['ray.serve'] = None; from ray.scripts.s
 RAY = (sys.executable, "-c", WITHOUT_SERVE)
 """`ray` but for `ray serve`, whose imports (fastapi, pandas) are half of the CPU time of `ray start`."""
 START_S = 180.0
-CLIENT_PORT, AGENT_PORT = 10001, 52365  # Ray's own defaults; a second cluster on the node gets the next ones
+CLIENT_PORTS, AGENT_PORTS = range(10001, 9901, -1), range(52365, 52465)
+"""Ray's own defaults first; a second cluster on the node gets the next ones. Above 10001 are the ports of Ray's
+workers, and Ray refuses to start with another port among them."""
+NUM_DASHBOARD_PORTS = 100
 SOCKET_PATH = 107  # bytes that the kernel allows for the path of a socket
 LONGEST_SOCKET = "/session_2026-11-17_04-07-19_123456_1234567/sockets/dash_TaskEventsHead"
 STOP_S = 5.0  # for processes to end after SIGTERM, before they are killed
@@ -111,12 +114,9 @@ def already_up(options: UpOptions) -> Membership | None:
             os.environ.update(given)
             reload_token()
     own = own_memberships()
-    if own and (not options.is_beside or any(member.port == identity.port for member in own)):
-        rank = "part" if own[0].rank is None else f"rank {own[0].rank}"
-        raise UserError(
-            f"this node is {rank} of the cluster at {own[0].address} already; end it with `corral down`, or start "
-            "another beside it with --beside and another --port"
-        )
+    if own and not options.is_beside:
+        raise already_part_of(own[0])
+    check_record(identity.port)
     marked = {pid for member in own for pid, _ in marked_processes(member.mark)}
     others = [process for process in ray_servers() if process.pid not in marked]
     if others and not options.is_beside:
@@ -125,6 +125,21 @@ def already_up(options: UpOptions) -> Membership | None:
             "and another --port"
         )
     return None
+
+
+def already_part_of(member: Membership) -> UserError:
+    rank = "part" if member.rank is None else f"rank {member.rank}"
+    return UserError(
+        f"this node is {rank} of the cluster at {member.address} already; end it with `corral down`, or start "
+        "another beside it with --beside and another --port"
+    )
+
+
+def check_record(port: int) -> None:
+    """Raises if this node is in a cluster with that port, whose record and token another one's would replace."""
+    for member in own_memberships():
+        if member.port == port:
+            raise already_part_of(member)
 
 
 def is_meant(member: Membership, options: UpOptions) -> bool:
@@ -155,7 +170,7 @@ def start_head(options: UpOptions) -> Membership:
             "MASTER_PORT), the same on all nodes"
         )
     host, port = options.dashboard
-    dashboard = (host, free_port(host, port))
+    dashboard = (host, free_port(host, range(port, port + NUM_DASHBOARD_PORTS)))
     token = None if options.is_insecure else find_token(options.token_file, None, os.environ) or make_token()
     use_token(keep_token(identity.port, token))
     if options.head_file is not None:
@@ -228,6 +243,7 @@ def look_for_head(options: UpOptions, token: str | None) -> str:
     identity = options.identity
     if options.head_file is not None:
         found = HeadFile.read(options.head_file)
+        check_record(split_address(found.address)[1])
         use_token(keep_token(split_address(found.address)[1], token))
         found.check(options.head_file, identity.id)
         return found.address
@@ -430,7 +446,7 @@ def start_options(member: Membership, dashboard: tuple[str, int], debugger: str 
         f"--temp-dir={member.temp_dir}",
         f"--labels={','.join(f'{name}={value}' for name, value in labels.items())}",
         "--disable-usage-stats",
-        f"--dashboard-agent-listen-port={free_port(member.node_address, AGENT_PORT)}",
+        f"--dashboard-agent-listen-port={free_port(member.node_address, AGENT_PORTS)}",
     ]
     if num_gpus():
         found.append(f"--num-gpus={member.devices}")
@@ -439,7 +455,7 @@ def start_options(member: Membership, dashboard: tuple[str, int], debugger: str 
     if member.is_head:
         host, port = dashboard
         found += ["--head", f"--port={member.port}", f"--dashboard-host={host}", f"--dashboard-port={port}"]
-        found.append(f"--ray-client-server-port={free_port(member.node_address, CLIENT_PORT)}")
+        found.append(f"--ray-client-server-port={free_port(member.node_address, CLIENT_PORTS)}")
     else:
         found.append(f"--address={member.address}")
     if debugger is not None and member.token_file is None:

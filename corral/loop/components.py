@@ -17,7 +17,7 @@ from corral.data.rows import Row, number_in
 from corral.data.sampler import RewardHistory, SampledSource, Sampler
 from corral.data.sources import PreparedPrompt, describe_skipped, load_part
 from corral.data.supervised import prepare_prompts
-from corral.loop.preflight import report_trial, rows_by_tag, try_algorithm
+from corral.loop.preflight import check_sources, report_trial, rows_by_tag, try_algorithm
 from corral.loop.sample_errors import ErrorReport
 from corral.model.builtin_models import needs_conversion
 from corral.model.lora import AdapterFolder
@@ -193,7 +193,7 @@ async def open_components(
         if recipe.validates_by_generation:
             validation = prompts_of(recipe, "validation", tokenizer, console)
         if recipe.needs_engine:
-            prompts = validation if recipe.trains_on_rows else train
+            prompts = validation if recipe.trains_on_rows else [*train, *validation]
             await try_environments(runtime, recipe, prompts, console)
         teacher = None
         if recipe.reference.endpoint is not None:
@@ -389,6 +389,7 @@ async def try_environments(
     rewards: Group[RewardWorker] | None = runtime.groups.get("rewards")
     if rewards is None:
         return
+    check_sources(recipe, (prompt.row for prompt in prompts))
     rows = rows_by_tag(recipe, (prompt.row for prompt in prompts))
     report_trial(recipe, await rewards.one(0, RewardWorker.try_out, rows), console.warn)
 

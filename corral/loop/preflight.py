@@ -4,7 +4,7 @@ model; `corral plan --check` looks at it and does nothing else."""
 
 import asyncio
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,8 +26,9 @@ from corral.recipe.errors import RecipeError, UserError
 from corral.recipe.memory import human_bytes
 from corral.recipe.plan import Plan
 from corral.recipe.presets import ResolvedAlgorithm
-from corral.recipe.schema import Part, Recipe
+from corral.recipe.schema import Part, Recipe, WeightedReward
 from corral.rewards.scorer_pool import ScorerPools
+from corral.rewards.scorers import SCORER_OF_SOURCE, scorer_for_source
 from corral.runtime.worker import RewardWorker, environments_with_rewards
 
 if TYPE_CHECKING:
@@ -59,8 +60,7 @@ def check_here(plan: Plan, warn: Callable[[str], None]) -> list[str]:
     if {algorithm.advantage.name, algorithm.loss.name} - ADVANTAGES.keys() - LOSSES.keys():
         check("algorithm: called once with short trajectories", lambda: try_algorithm(algorithm))
     if recipe.needs_engine and rows:
-        what = "environment and reward: called once with a row"
-        check(what, lambda: report_trial(recipe, try_here(recipe, rows_by_tag(recipe, rows)), warn))
+        check("environment and reward: called once with a row", lambda: try_rewards(recipe, rows, warn))
     if problems:
         raise RecipeError(problems)
     return checked
@@ -176,11 +176,42 @@ def first_rows(recipe: Recipe, part: Part, warn: Callable[[str], None]) -> list[
     return load_part(recipe, part, source.first_rows(NUM_ROWS), warn)
 
 
+def try_rewards(recipe: Recipe, rows: Sequence[Row], warn: Callable[[str], None]) -> None:
+    if not recipe.trains_on_rows:
+        check_sources(recipe, rows)
+    report_trial(recipe, try_here(recipe, rows_by_tag(recipe, rows)), warn)
+
+
+def check_sources(recipe: Recipe, rows: Iterable[Row]) -> None:
+    """Raises where the reward `by_source` has no scorer for rows: every sample of them would fail."""
+    rewards = [
+        (tag, reward)
+        for tag, environment in recipe.tagged_environments.items()
+        for reward in environment.named_rewards.values()
+        if reward.name == "by_source" and environment.max_error_rate is not None
+    ]
+    problems = list[str]()
+    for tag, source in dict.fromkeys((tag_of(recipe, row), row.source) for row in rows) if rewards else ():
+        for own, reward in rewards:
+            if own == tag and (not isinstance(reward, WeightedReward) or reward.is_for(source)):
+                try:
+                    scorer_for_source(source, {**SCORER_OF_SOURCE, **(reward.options.get("sources") or {})})
+                except ValueError as error:
+                    problems.append(str(error))
+    if problems:
+        raise RecipeError(problems)
+
+
+def tag_of(recipe: Recipe, row: Row) -> str:
+    """The tag of a row's environment; the only one has none."""
+    return str(row.extra["environment"]) if recipe.environments else ""
+
+
 def rows_by_tag(recipe: Recipe, rows: Iterable[Row]) -> dict[str, Row]:
     """The first row of each environment."""
     found: dict[str, Row] = {}
     for row in rows:
-        found.setdefault(row.extra["environment"] if recipe.environments else "", row)
+        found.setdefault(tag_of(recipe, row), row)
         if len(found) == len(recipe.tagged_environments):
             break
     return found

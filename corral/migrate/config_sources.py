@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from pkgutil import iter_modules
 
@@ -201,10 +202,30 @@ def read_sources(text: str, path: Path, defined: Mapping[str, str] | None, folde
             source.pitfalls = [*script.broken_lines, *source.pitfalls, *lost_in_jobs(way, path)]
             sources.append(source)
     if not sources:
+        if hint := next(filter(None, (retriever_instead(one, path) for one in script.commands)), None):
+            raise RecipeError(hint)
         known = "main_ppo, sft_trainer (verl), start_..._pipeline.py (ROLL), main_math.py or run_main_....sh (RLinf)"
         ends = f"; it ends itself in line {script.exit_line}" if script.exit_line else ""
         raise RecipeError(f"{path}: no command in it starts a training that is known: {known}{ends}")
     return sources
+
+
+def retriever_instead(command: ShellCommand, path: Path) -> str | None:
+    """What stands for Search-R1's retriever, where a command starts that."""
+    words = command.texts
+    if not any(word.rpartition("/")[2] == "retrieval_server.py" for word in words):
+        return None
+    given = {word: after for word, after in pairwise([*words, ""]) if word.startswith("--")}
+    corpus = given.get("--corpus_path", "corpus.jsonl")
+    index = Path(given.get("--index_path", "index")).parent / "index"
+    encoder = given.get("--retriever_model", "ENCODER")
+    kind = "" if given.get("--retriever_name") == "bm25" else f" --kind flat --encoder {encoder} --half"
+    return (
+        f"{path}:{command.line}: starts Search-R1's retriever, which is not migrated, and no training. Its index is "
+        f"not read: make one with `corral retriever build {corpus} {index}{kind}`. Then every node has a retriever by "
+        f"`cluster.services: {{retriever: {{retriever: {index}, port: 8000}}}}` in the recipe, or serve it yourself: "
+        f"`corral retriever serve {index} --topk {given.get('--topk', 3)}`; see docs/retrieval.md"
+    )
 
 
 def lost_in_jobs(script: ShellScript, path: Path) -> Iterator[str]:
@@ -393,7 +414,10 @@ def finish(config: RawConfig, system: str | None, pitfalls: list[str]) -> Migrat
         names = ", ".join(dict.fromkeys(config.missing))
         usual = f"{best.title}'s usual values are taken"
         pitfalls = [*pitfalls, f"`defaults` names files that are not there: {names}; {usual}"]
-    return migrate(best, given, [*pitfalls, *dict.fromkeys(config.notes)], config.problems)
+    migration = migrate(best, given, [*pitfalls, *dict.fromkeys(config.notes)], config.problems)
+    if kind := best.lacks(written):
+        raise RecipeError(kind)
+    return migration
 
 
 @cache

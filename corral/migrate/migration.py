@@ -11,7 +11,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import ValidationError
 
-from corral.migrate.outcome import ABSENT, ForeignValue, Outcome, Status, mapped
+from corral.migrate.outcome import ABSENT, ForeignValue, Outcome, Status, as_path, mapped
 from corral.migrate.table import ForeignConfig, KeyReport, KeyTable, RecipeValue
 from corral.migrate.value_kinds import format_value, is_secret, one_line
 from corral.recipe.document import OVERRIDE, Document, apply_override, compose, is_part
@@ -21,9 +21,16 @@ from corral.recipe.load import RecipeDumper, problems_of, problems_of_parts, rec
 from corral.recipe.references import escape_references
 from corral.recipe.schema import Recipe
 
-ALWAYS_WRITTEN = {("algorithm", "kl", "where"), ("rollout", "engine", "name"), ("model", "lora", "rank")}
-"""Keys that are written with their defaults, too: of one a null says something else than nothing, of another the line
-says why the recipe has this engine, and without the last there would be no adapters."""
+ALWAYS_WRITTEN = {
+    as_path(key)
+    for key in (
+        *("algorithm.name", "optimizer.learning_rate", "critic.optimizer.learning_rate"),
+        *("algorithm.kl.where", "rollout.engine.name", "model.lora.rank"),
+    )
+}
+"""Keys that are written with their defaults, too. The first are what a reader compares, and stay as they were if
+Corral's defaults change; a null of KL says something else than nothing, the engine's line says why it is this one, and
+without a rank there would be no adapters."""
 TITLES: dict[Status, str] = {
     "mapped": "mapped",
     "converted": "converted",
@@ -43,7 +50,7 @@ class Migration:
     table: KeyTable
     recipe: Recipe
     settings: Mapping[KeyPath, RecipeValue]
-    """Values of the recipe that differ from Corral's defaults, in the order of the schema."""
+    """Values of the recipe that differ from Corral's defaults or are ALWAYS_WRITTEN, in the order of the schema."""
     entries: tuple[KeyReport, ...]
     """What became of each key that was written."""
     pitfalls: tuple[str, ...] = ()
@@ -231,7 +238,7 @@ def report_text(found: Migration | RefusedConfig, every_key: bool = False) -> st
         algorithm = [
             f"{dotted(path)}: {format_value(one.value)}" for path, one in defaults.items() if path[0] in COUNTING
         ]
-        lines += ["", f"besides, {title}'s defaults where Corral's are others: {len(defaults)} lines of the recipe"]
+        lines += ["", f"besides, {title}'s defaults: {len(defaults)} lines of the recipe"]
         lines += [f"  {one_line(', '.join(algorithm))}"] * bool(algorithm)
     if not every_key and len(entries) > len(first) + len(by_status["converted"]):
         lines += ["", "`--all` lists every key"]

@@ -11,6 +11,8 @@ from corral.recipe.keys import KeyPath
 Status = Literal["mapped", "converted", "built in", "no effect", "unsupported"]
 LONGEST_SHOWN = 80
 """Characters of a value in a line for users."""
+IMAGE_MODEL = re.compile(r"qwen(?:2|2\.5|3)[-_]vl", re.IGNORECASE)
+OTHER_IMAGE_MODEL = re.compile(r"(?:.(?:vl\d*|vision|omni|\dv)|llava)(?![a-z0-9])", re.IGNORECASE)
 ABSENT: Any = object()
 """The default of a key without one."""
 
@@ -94,6 +96,15 @@ def run_name(config: object, given: ForeignValue) -> Outcome:
     if not name:
         raise ValueError("should name the run")
     return mapped("name", name) if name == given.value else converted({"name": name}, f"`{given.value}` as a folder")
+
+
+def image_model(path: str | None) -> Literal["trained", "other"] | None:
+    """Whether a model reads images, and Corral trains it with them. It is known by the end of its path, since rows need
+    no key that says so: InternVL3-2B, GLM-4.1V-9B; a folder that is just called `vl` says nothing."""
+    name = (path or "").rstrip("/").rpartition("/")[2]
+    if IMAGE_MODEL.search(name):
+        return "trained"
+    return "other" if OTHER_IMAGE_MODEL.search(name) else None
 
 
 def adapted_layers(config: object, given: ForeignValue) -> Outcome:

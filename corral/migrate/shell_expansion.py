@@ -222,6 +222,10 @@ class ShellScope:
             yield WordPiece(self._length(part, values, unknown, line))
         elif operator[-1:] in ("-", "=", "+") and self._takes_argument(operator, values, unknown):
             yield from self._argument(part, unknown, line)
+        elif operator[-1:] == "?" and self._takes_argument(operator, values, unknown):
+            if part.index is None and not part.name.isdigit():
+                self.forget(part.name, part.name)  # the script ends here unless the user sets it
+            yield WordPiece(ShellValue(part.written, unknown=part.name))
         elif operator[-1:] == "+":
             yield from [WordPiece(ShellValue(""))] if part.quoted and part.index is None else []
         elif not values:

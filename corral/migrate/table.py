@@ -69,6 +69,17 @@ class KeyTable:
                         return f"{one.where}: `{one}` is of {kind}, which is not migrated"
         return None
 
+    def lacks(self, written: Iterable[ForeignValue]) -> str | None:
+        """A line about a configuration without any of the keys that each training has."""
+        if not (needs := self.document.get("needs")):
+            return None
+        keys = [self.canonical(one.key) for one in written]
+        needed = next(patterns for key, patterns in needs.items() if key in (*keys, "else"))
+        if any(fits(pattern, key) for pattern in expand_keys(needed) for key in keys):
+            return None
+        names = " or ".join(f"`{pattern.removesuffix('.**')}`" for pattern in expand_keys(needed))
+        return f"it is rollouts or a part of a configuration, which is not migrated: it has no {names}"
+
     def canonical(self, key: str) -> str:
         if key in self.aliases:
             return self.aliases[key]

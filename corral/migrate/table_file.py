@@ -14,6 +14,7 @@ file and modules. The file has:
       losses: {vanilla: ppo, geo_mean: gmpo}
     kinds:                            # other kinds of run, by keys that are on or have a value: no recipe
       preference optimization: chosen_key runner.task_type=dpo
+    needs: {model: actor.**, else: a.** b}  # one of these keys, if `model` is written; else one of the others
     own defaults: {save_steps: 50}    # of configurations that is_whole(config), other than those of the rows
     blocks:                           # rows that occur several times, with <names> to be filled in
       optimizer:
@@ -37,7 +38,7 @@ file and modules. The file has:
     - built in:                       # Corral does so anyway, or decides it by itself, whatever the value: reason, keys
         speed and memory: model.{use_shm,use_liger} model.tiled_mlp{,.**}
     - no effect:                      # nothing reads it in the other system
-        for pictures only: data.image_patch_size
+        for images only: data.image_patch_size
     - unsupported:                    # whatever the value
         rows are read in order: data.curriculum
     - unsupported unless off:         # null, false, 0 and empty are built in

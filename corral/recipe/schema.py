@@ -267,9 +267,9 @@ class Reward(Section):
     """The function that scores answers."""
 
     name: str = "exact"
-    """exact, regex, number, gsm8k, math, reasoning_gym, em, sub_em, f1, search_r1, judge, code, by_source (one of them,
-    by the row's `data_source`), `module:function` / `file.py:function`, or reward_model: the score of the classifier
-    that the section `reward_model` names."""
+    """exact, regex, number, gsm8k, math, geo3k, reasoning_gym, em, sub_em, f1, search_r1, judge, code, by_source (one
+    of them, by the row's `data_source`), `module:function` / `file.py:function`, or reward_model: the score of the
+    classifier that the section `reward_model` names."""
     options: dict[str, Any] = {}
     """Keyword arguments for the reward function."""
     timeout_s: PositiveFloat = 10.0

@@ -24,6 +24,8 @@ SCORER_OF_SOURCE = {
     "lighteval/MATH": "math",
     "DigitalLearningGmbH/MATH-lighteval": "math",
     "HuggingFaceH4/MATH-500": "math",
+    "math": "math",
+    "hiyouga/geometry3k": "geo3k",
     **dict.fromkeys(("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle"), "em"),
 }
 SCORER_OF_PREFIX = {"math_dapo": "math", "aime": "math", "numina_": "math", "searchR1_": "em", "arithmetic/": "number"}
@@ -120,6 +122,16 @@ def math(
         if math_verify.verify(expected, parsed, timeout_seconds=None):
             return right
     return wrong if boxed is None or format_score is None else format_score
+
+
+@built_in(needs="math_verify", extra="math")
+def geo3k(response: str, answer: Any, *, format_score: float = 0.1) -> float:
+    r"""As verl scores Geometry3K: `1 - format_score` for a right `\boxed{}` answer, and `format_score` for thoughts in
+    `<think>` with a box behind them."""
+    boxed = last_boxed(response)
+    right = 0.0 if boxed is None else math(f"\\boxed{{{boxed}}}", answer)
+    has_form = re.fullmatch(r"<think>.*</think>.*\\boxed\{.*\}.*", response, re.DOTALL) is not None
+    return (1 - format_score) * right + format_score * has_form
 
 
 @built_in(needs="reasoning_gym", extra="reasoning-gym")

@@ -8,6 +8,7 @@ import pytest
 
 from corral.cluster.doctor.findings import Finding
 from corral.cluster.doctor.machine_checks import TorchFacts, check_gpus, check_num_gpus, check_torch, describe_models
+from corral.cluster.doctor.torch_probe import has_code
 from corral.cluster.node_processes import NodeProcess
 from corral.cluster.node_report import Gpu, GpuInventory, GpuProcess, parse_nvidia, parse_rocm, query_gpus
 
@@ -260,3 +261,28 @@ def test_ray_and_torch_must_agree_on_the_number_of_gpus() -> None:
     assert "--devices 4" in more.fix
     assert [one.level for one in check_num_gpus(8, 4)] == ["note"]
     assert list(check_num_gpus(8, 8)) == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "built_for", "has"),
+    [
+        ((7, 0), ["sm_75", "sm_80", "sm_90", "sm_100", "compute_120"], False),
+        ((7, 0), ["sm_50", "sm_70", "sm_90"], True),
+        ((8, 9), ["sm_80", "sm_90"], True),
+        ((9, 0), ["sm_80", "sm_90a"], True),
+        ((10, 3), ["sm_80", "compute_90"], True),
+        ((10, 3), ["sm_80", "sm_90"], False),
+    ],
+)
+def test_a_build_of_torch_without_code_for_a_gpu_is_known(
+    capability: tuple[int, int], built_for: list[str], has: bool
+) -> None:
+    """By NVIDIA's rules: machine code runs on GPUs of its own generation, PTX also on newer ones."""
+    assert has_code(capability, built_for) == has
+
+
+def test_a_gpu_that_torch_has_no_code_for_is_an_error() -> None:
+    torch = TorchFacts("2.13.0+cu130", cuda="13.0", available=True, num_devices=8, without_code=("V100 (sm_70)",))
+    [found] = check_torch(torch, None, "nvidia")
+    assert (found.level, found.what) == ("error", "torch 2.13.0+cu130 was built without code for V100 (sm_70)")
+    assert "cu126" in found.fix

@@ -7,7 +7,7 @@ import pytest
 from runs import RECIPE
 
 from corral.cluster.jobs import job_code
-from corral.cluster.jobs.job import Job
+from corral.cluster.jobs.job import Job, describe_saved
 from corral.cluster.jobs.job_code import JobCode, collect_code, files_of, with_absolute_paths
 from corral.cluster.jobs.submit import JobRequest, chosen_variables, new_id, prepare, read_runtime_env
 from corral.recipe.errors import RecipeError, UserError
@@ -304,6 +304,22 @@ def test_ids_tell_the_run_and_the_time_and_are_never_the_same() -> None:
     assert first.startswith("K-se-Brot-20")
     ended = Job(first, "failed", None, None, None, True, 1, "", None, None)
     assert new_id("Käse & Brot", [ended]) != first
+
+
+@pytest.mark.parametrize(
+    ("folder", "output", "expected"),
+    [
+        (None, "step 7/9", "its output does not say what it saved; look into its run's folder"),
+        (None, "(stopped after step 7 of 9)", "a checkpoint of step 7 of 9 is in its run's folder"),
+        ("runs/a", "(stopped after step 7 of 9)", "a checkpoint of step 7 of 9 is in runs/a"),
+        ("runs/a", "loading the model", "it was not in the middle of training, and saved nothing"),
+    ],
+)
+def test_what_a_job_saved_is_not_denied_where_it_is_not_known(folder: str | None, output: str, expected: str) -> None:
+    """Ray kills a job that Corral did not submit before its run can say so."""
+    assert describe_saved(Job("a", "stopped", None, None, folder, True, None, "", None, None), output).startswith(
+        expected
+    )
 
 
 def test_resuming_and_naming_another_checkpoint_is_a_contradiction(folder: Path, load: Load) -> None:

@@ -184,6 +184,15 @@ def test_a_container_lives_as_long_as_its_step(work: LaunchSpec, tmp_path: Path)
     assert evaluate(text, '"${train_command[@]}"')[:3] == ["docker", "exec", "corral-7-0"]
 
 
+@pytest.mark.parametrize("accelerator", ["amd", "nvidia"])
+def test_a_container_gets_the_adapters_that_the_script_chooses(tmp_path: Path, accelerator: str) -> None:
+    """The line for them is a comment, to be taken in."""
+    text = script(work_in(tmp_path, accelerator=accelerator), options_in(tmp_path, **DOCKER))
+    words = evaluate(text.replace("# export NCCL_IB_HCA=", "export NCCL_IB_HCA="), '"${up_command[@]}"')
+    passed = {words[at + 1] for at, word in enumerate(words) if word == "--env"}
+    assert {"NCCL_IB_HCA", "NCCL_DEBUG"} <= passed
+
+
 def test_waiting_needs_neither_devices_nor_the_heads_container(work: LaunchSpec, tmp_path: Path) -> None:
     words = evaluate(script(work, options_in(tmp_path, **DOCKER)), '"${check_command[@]}"')
     assert "--gpus" not in words

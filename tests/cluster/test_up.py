@@ -69,16 +69,18 @@ def test_a_second_cluster_on_a_host_is_refused_in_one_line(lab: Lab) -> None:
 
 
 def test_a_second_cluster_can_run_beside_it_and_each_is_ended_alone(lab: Lab) -> None:
-    started = corral(lab, 1, "up", "--port=7000", "--beside", "--devices=1", *SMALL)
+    """On the host of the other cluster's head, which has the usual ports of a head."""
+    started = corral(lab, 0, "up", "--port=7000", "--beside", "--devices=1", *SMALL)
     assert started.returncode == 0, started.stderr
     assert "127.0.0.1:7000" in started.stdout
-    assert listens_on(lab, 1, 7000) == {"127.0.0.1"}
-    assert listens_on(lab, 1, 52366) == {"127.0.0.1"}  # where its jobs come in
-    ambiguous = corral(lab, 1, "status")
+    assert listens_on(lab, 0, 7000) == {"127.0.0.1"}
+    assert listens_on(lab, 0, 52366) == {"127.0.0.1"}  # where its jobs come in
+    assert listens_on(lab, 0, 10000) == {"127.0.0.1"}  # where Ray's clients do, below the ports of workers
+    ambiguous = corral(lab, 0, "status")
     assert "part of several clusters" in ambiguous.stderr
-    assert "1 device on 1 node" in corral(lab, 1, "status", "--address=127.0.0.1:7000").stdout
-    ended = corral(lab, 1, "down", "--port=7000")
-    assert listens_on(lab, 1, 7000) == set()
+    assert "1 device on 1 node" in corral(lab, 0, "status", "--address=127.0.0.1:7000").stdout
+    ended = corral(lab, 0, "down", "--port=7000")
+    assert listens_on(lab, 0, 7000) == set()
     assert "cluster 127.0.0.1:7000" in ended.stdout
     assert corral(lab, 1, "check", "6", f"--timeout={within(5):g}").returncode == 0
 

@@ -149,6 +149,11 @@ def test_a_head_file_of_an_earlier_cluster_is_refused(lab: Lab, tmp_path: Path) 
     assert "all 2 nodes are there" in joined.communicate(timeout=within(60))[0]
     assert "all 2 nodes are there" in head.communicate(timeout=within(60))[0]
     assert token.stat().st_mode & 0o777 == 0o600
+
+    # Another node's part of it on the head's host would take the place of the head's record, and leave Ray behind.
+    second = corral(lab, 0, "up", "--rank=2", "--nodes=3", f"--head-file={file}", "--id=new", "--beside", "--port=7000")
+    assert second.returncode == 2
+    assert "this node is rank 0 of the cluster at" in second.stderr.splitlines()[-1]
     corral(lab, 0, "down")
     assert not token.exists()
     assert not file.exists()

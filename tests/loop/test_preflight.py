@@ -115,6 +115,22 @@ def test_it_is_an_error_before_the_model_is_loaded_and_in_a_plan_that_checks(
         check_here(checked_plan(recipe), lambda warning: None)
 
 
+@pytest.mark.parametrize("sources", [None, {"apps": "code"}])
+def test_rows_of_a_source_without_a_scorer_are_an_error(tmp_path: Path, tiny_model: Path, sources: object) -> None:
+    """Also where the first row, which is tried, has one; and in a run before the model is loaded."""
+    rows = [{"prompt": "1+1", "answer": "2", "data_source": name} for name in ("openai/gsm8k", "apps", "taco", "taco")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reward = json.dumps({"name": "by_source", "options": {"sources": sources} if sources else {}})
+    data = f"data.train={{path: {tmp_path}/rows.jsonl}}"
+    overrides = recipe_in(tmp_path, tiny_model, f"environment.reward={reward}", data)
+    with pytest.raises(UserError) as refused:
+        train_with(tmp_path, overrides)
+    found = re.findall("no scorer is known for `data_source: (.*?)`; set", str(refused.value))
+    assert found == (["taco"] if sources else ["apps", "taco"])
+    with pytest.raises(UserError, match="`data_source: taco`"):
+        check_here(checked_plan(load_recipe(tmp_path / "recipe.yaml", overrides)), lambda warning: None)
+
+
 @pytest.mark.parametrize("tag", [None, "zzz", ["sums"]])
 def test_a_row_of_an_unknown_environment_is_an_error(tmp_path: Path, tiny_model: Path, tag: object) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1", "answer": "2", "environment": tag}) + "\n")

@@ -1,13 +1,16 @@
 """YAML of other systems: files that name files, changes, references."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from corral.migrate.config import RawConfig, add_file, add_override, read_value
 from corral.migrate.config_sources import migrate_file, migrate_words
 from corral.recipe.errors import RecipeError
+from corral.recipe.schema import Service
 
 
 def flat(config: RawConfig) -> dict[str, Any]:
@@ -345,6 +348,36 @@ def test_what_other_keys_refer_to_need_not_be_a_key(tmp_path: Path) -> None:
     path.write_text("exp_nme: x\nexp_name: y")
     with pytest.raises(RecipeError, match="`exp_nme=x` is not a key of ROLL"):
         migrate_file(path, "roll")
+
+
+RETRIEVAL = """\
+file_path=/data/wiki
+python search_r1/search/retrieval_server.py --index_path $file_path/e5_Flat.index \\
+  --corpus_path $file_path/wiki-18.jsonl --topk 5 {options} --faiss_gpu
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        (
+            "--retriever_name e5 --retriever_model intfloat/e5-base-v2",
+            " --kind flat --encoder intfloat/e5-base-v2 --half",
+        ),
+        ("--retriever_name bm25", ""),
+    ],
+)
+def test_the_script_of_a_retriever_says_what_stands_for_it(tmp_path: Path, options: str, kind: str) -> None:
+    (script := tmp_path / "retrieval_launch.sh").write_text(RETRIEVAL.format(options=options))
+    with pytest.raises(RecipeError, match="which is not migrated") as refused:
+        migrate_file(script)
+    build, service, serve, _ = re.findall("`(.*?)`", f"{refused.value}``")
+    assert build == f"corral retriever build /data/wiki/wiki-18.jsonl /data/wiki/index{kind}"
+    assert serve == "corral retriever serve /data/wiki/index --topk 5"
+    key, _, services = service.partition(": ")
+    assert key == "cluster.services"
+    written = yaml.safe_load(services)["retriever"]
+    assert Service.model_validate(written).retriever == "/data/wiki/index"
 
 
 DISTILLATION = [

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from corral.migrate.config import RawConfig, add_file
 from corral.migrate.config_sources import table_of
+from corral.migrate.migration import Migration
 from corral.migrate.value_kinds import format_value
 from corral.recipe.errors import RecipeError
 from corral.recipe.plan import make_plan
@@ -48,10 +49,40 @@ def test_what_is_wrong_is_reported_once(override: str) -> None:
     assert len(caught.value.problems) == 1
 
 
+def rlinf(*overrides: str) -> Migration:
+    return read(TABLE, "cluster.num_nodes=1", "cluster.component_placement.actor,rollout=0-7", *overrides)
+
+
+def test_a_model_that_reads_images_is_whole_on_each_device() -> None:
+    images = ["data.type=vlm", "data.image_keys=[picture]", "data.system_prompt=Look.", "actor.training_backend=fsdp"]
+    made = rlinf("actor.model.model_type=qwen2.5_vl", "actor.fsdp_config.fsdp_size=2", *images)
+    assert made.unsupported == []
+    parallel = made.recipe.train.parallel
+    assert (parallel.shard, parallel.replicate, parallel.tensor) == (1, 8, 1)
+    assert (made.recipe.data.images_key, made.recipe.data.system) == ("picture", "Look.")
+    for other in ("internvl3_vl", "openvla_oft"):
+        [entry] = rlinf(f"actor.model.model_type={other}").unsupported
+        assert "Qwen2.5-VL" in entry.outcome.note
+
+
+@pytest.mark.parametrize(("expert", "ours"), [(8, 1), (4, 4)])
+def test_experts_that_megatron_spreads_over_matrices_are_sharded_with_the_rest(expert: int, ours: int) -> None:
+    split = [f"actor.model.expert_model_parallel_size={expert}", "actor.model.tensor_model_parallel_size=2"]
+    recipe = rlinf(*split).recipe
+    assert (recipe.train.parallel.expert, make_plan(recipe).meshes["actor"].size) == (ours, 8)
+
+
+def test_components_that_share_some_devices_are_refused_by_their_names() -> None:
+    placed = ["cluster.component_placement.rollout=0-3", "cluster.component_placement.actor=0-7"]
+    with pytest.raises(RecipeError, match="actor=0-7` shares some of its devices with rollout"):
+        read(TABLE, "cluster.num_nodes=1", *placed)
+
+
 SIZES = st.integers(-2, 40)
 RATES = st.floats(-1, 2, allow_nan=False)
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "cluster.num_nodes": st.integers(-1, 6),
+    "actor.model.model_type": st.sampled_from(["qwen2.5", "qwen2.5_vl", "openvla"]),
     "cluster.num_gpus_per_node": st.integers(-1, 9),
     "cluster.component_placement.actor": st.sampled_from(["all", "0-7", "8-15", "0-3:0-3", "x", 0, "4-2", None]),
     "cluster.component_placement.rollout": st.sampled_from(["all", "0-7", "0-3", "8-11", "5,6", 1]),

@@ -46,6 +46,41 @@ def test_every_alias_leads_to_a_row() -> None:
     assert [start for start in starts if not any(row.key.startswith(start) for row in TABLE.rows)] == []
 
 
+def test_a_model_that_reads_images_is_whole_on_each_device() -> None:
+    """And updates are as large as where ROLL splits it."""
+    split = ["strategy_config.tensor_model_parallel_size=2", "strategy_config.fsdp_size=2"]
+    sizes = ["actor_train.device_mapping=list(range(0,8))", "rollout_batch_size=128"]
+    made = roll("pretrain=Qwen/Qwen2.5-VL-7B-Instruct", "strategy_config.offload_policy=true", *sizes, *split)
+    assert made.unsupported == []
+    parallel = made.recipe.train.parallel
+    assert (parallel.shard, parallel.replicate, parallel.tensor) == (1, 8, 1)
+    assert made.recipe.train.offload == ["optimizer"]
+    assert made.recipe.batch.updates_per_step == roll("pretrain=model", *sizes, *split).recipe.batch.updates_per_step
+    assert [entry.given.key for entry in roll("pretrain=InternVL3-2B").unsupported] == ["pretrain"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("pretrain: m\nrollout_batch_size: 8\nmax_steps: 3\n", "it has no `actor_train`"),
+        ("max_tokens_per_step: 64\nmax_actions_per_traj: 3\n", "it has no `actor_train` or `actor_infer`"),
+    ],
+)
+def test_a_file_that_trains_nothing_is_no_recipe(tmp_path: Path, text: str, expected: str) -> None:
+    (file := tmp_path / "rollout.yaml").write_text(text)
+    with pytest.raises(RecipeError, match=f"which is not migrated: {expected}"):
+        migrate_file(file)
+    file.write_text(f"{text}actor_train.training_args.learning_rate: 1e-6\n")
+    assert migrate_file(file).recipe.optimizer.learning_rate == 1e-6
+
+
+@pytest.mark.parametrize(("temperature", "differs"), [(0.99, True), (1.0, False)])
+def test_a_temperature_that_rolls_trainer_does_not_divide_by_is_said(temperature: float, differs: bool) -> None:
+    [entry] = roll(f"actor_infer.generating_args.temperature={temperature}").entries
+    assert entry.outcome.differs == differs
+    assert ("log-probs in training are of it, too, and ROLL's of 1" in entry.outcome.note) == differs
+
+
 @pytest.mark.parametrize(
     "devices",
     ["list(range(0,4))", "list(range(0, 4))", "range(0,4)", "[0, 1, 2, 3]", "'[0,1,2,3]'", "'0,1,2,3'",
@@ -183,7 +218,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "num_return_sequences_in_group": st.sampled_from([1, 8]),
     "actor_train.data_args.file_name": st.just("train.jsonl"),
     "validation.data_args.file_name": st.just("test.jsonl"),
-    "pretrain": st.just("model"),
+    "pretrain": st.sampled_from(["model", "Qwen2.5-VL-7B", "InternVL3-2B"]),
     "track_with": st.sampled_from(["wandb", "stdout", "tensorboard"]),
     "tracker_kwargs.project": st.just("mine"),
     "system_envs.NCCL_DEBUG": st.just("INFO"),

@@ -219,6 +219,14 @@ def test_a_continued_line_that_goes_nowhere_is_told(text: str, odd: str | None) 
     assert read_script(text, "run.sh").broken_lines == ([odd] if odd else [])
 
 
+def test_a_variable_that_a_script_demands_is_named() -> None:
+    for script in (': "${MODEL:?set it}"\ntrain m=$MODEL', "MODEL=${MODEL:?}\ntrain m=$MODEL", "train m=${MODEL:?}"):
+        assert [word.unknown for word in commands(script)[-1].words] == [None, "MODEL"]
+        assert commands(script, MODEL="x")[-1].words[1].text == "m=x"
+    assert words("MODEL=\ntrain m=${MODEL?}") == ["train", "m="]
+    assert words("train m=${MODEL:-a}") == ["train", "m=a"]
+
+
 def test_what_the_user_gives_wins() -> None:
     assert words("N=$(nproc)\ntrain n=$N", N="4") == ["train", "n=4"]
 

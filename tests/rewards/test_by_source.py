@@ -27,6 +27,8 @@ def score(response: str, answer: Any, source: str, **options: Any) -> float:
         ("lighteval/MATH", "math"),
         ("DigitalLearningGmbH/MATH-lighteval", "math"),
         ("HuggingFaceH4/MATH-500", "math"),
+        ("math", "math"),
+        ("hiyouga/geometry3k", "geo3k"),
         ("math_dapo", "math"),
         ("math_dapo_reasoning", "math"),
         ("aime2024", "math"),
@@ -50,6 +52,21 @@ def test_each_row_is_scored_by_its_own() -> None:
 def test_math_rows_are_scored() -> None:
     pytest.importorskip("math_verify")
     assert score(r"\boxed{\frac{1}{2}}", "0.5", "lighteval/MATH") == 1
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        (r"<think>30 + 2</think> It is \boxed{32}.", 1.0),
+        (r"It is 32, so \boxed{\frac{64}{2}}", 0.9),
+        (r"<think>30 + 3</think> It is \boxed{33}.", 0.1),
+        ("<think>30 + 2</think> It is 32.", 0.0),
+    ],
+)
+def test_geometry_is_scored_by_its_box_and_its_form(response: str, expected: float) -> None:
+    """The numbers are those of verl's `geo3k.compute_score`."""
+    pytest.importorskip("math_verify")
+    assert score(response, "32", "hiyouga/geometry3k") == pytest.approx(expected)
 
 
 def test_generated_arithmetic_has_a_scorer() -> None:

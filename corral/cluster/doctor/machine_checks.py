@@ -231,6 +231,7 @@ class TorchFacts:
     hip: str | None = None
     available: bool = False
     num_devices: int = 0
+    without_code: tuple[str, ...] = ()  # kinds of GPUs that this build of torch has no kernels for: V100 (sm_70)
     why_not: str = ""  # torch's error when it was to use a GPU
     error: str = ""  # instead of all the above: it could not be imported
 
@@ -264,6 +265,10 @@ def check_torch(
             "see that CUDA_VISIBLE_DEVICES is not empty, and that the container may use the devices (--gpus all, or "
             "--device /dev/kfd --device /dev/dri)"
         )
+        yield Finding("error", "torch", what, fix)
+    elif torch.without_code:
+        what = f"{built} without code for {', '.join(torch.without_code)}"
+        fix = "install one that has it: for a V100 (sm_70) a wheel for CUDA 12.6 (`cu126`), see docs/models.md"
         yield Finding("error", "torch", what, fix)
     else:
         driver = f", driver {inventory.driver}" if inventory is not None and inventory.driver else ""

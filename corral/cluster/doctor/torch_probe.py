@@ -12,7 +12,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,23 @@ def inspect_torch() -> dict[str, Any]:
             torch.cuda.init()
         except Exception as error:
             facts["why_not"] = " ".join(str(error).split())
+    if facts["cuda"] and facts["available"]:
+        kinds = {
+            (torch.cuda.get_device_name(n), torch.cuda.get_device_capability(n)) for n in range(facts["num_devices"])
+        }
+        has = torch.cuda.get_arch_list()
+        facts["without_code"] = [f"{name} (sm_{a}{b})" for name, (a, b) in sorted(kinds) if not has_code((a, b), has)]
     return facts
+
+
+def has_code(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
+    """Whether a build of torch has code for a GPU: machine code of its generation (`sm_80`), or text that its driver
+    compiles (`compute_70`), of no newer GPU than it is."""
+    for kind, number in (one.split("_") for one in built_for):
+        major, minor = divmod(int(re.sub(r"\D", "", number)), 10)
+        if (major, minor) <= capability and (kind == "compute" or major == capability[0]):
+            return True
+    return False
 
 
 STORES: dict[int, Any] = {}  # of the process groups that this process is the first of, by port; one at a time

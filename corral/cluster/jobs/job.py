@@ -394,11 +394,17 @@ def stop(api: JobApi, name: str, write: Write, timeout_s: float) -> str:
 def describe_saved(job: Job, output: str) -> str:
     """What the job has saved, by its run's own last output."""
     if job.state == "succeeded":
-        return f"all of its steps are done; run folder {job.folder}"
+        return f"all of its steps are done; run folder {job.folder or 'as it says itself'}"
     steps = re.findall(r"\(stopped after step (\d+) of (\d+)\)", output)
+    if not steps and job.folder is None:
+        return (
+            "its output does not say what it saved; look into its run's folder. A job of `ray job submit` is killed "
+            "3 s after the signal, unless RAY_JOB_STOP_WAIT_TIME_S among its runtime environment's variables is more"
+        )
     if not steps:
         return "it was not in the middle of training, and saved nothing"
     done, total = map(int, steps[-1])
+    folder = job.folder or "its run's folder"
     if done == 0:
-        return f"no step was done yet, so there was nothing to save; run folder {job.folder}"
-    return f"a checkpoint of step {done} of {total} is in {job.folder}; `corral submit RECIPE --resume` goes on from it"
+        return f"no step was done yet, so there was nothing to save; run folder {folder}"
+    return f"a checkpoint of step {done} of {total} is in {folder}; `corral submit RECIPE --resume` goes on from it"

@@ -19,6 +19,8 @@ from corral.recipe.errors import UserError
 SECOND_HALF = Path(__file__).with_name("slurm.sh")
 IDENTITY = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURMD_NODENAME")
 """Variables from which `corral up` knows which node it is on."""
+NETWORK = ("NCCL_IB_HCA", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+"""Variables of the script or of the shell that submits, which a container gets where they are set."""
 STALE_VARIABLES = ("RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "RAY_ADDRESS")
 """Variables that `corral up` prefers to Slurm's; left over in the shell that submits, they are wrong."""
 RCCL = {
@@ -235,7 +237,7 @@ def foreground_run(spec: LaunchSpec, options: SlurmOptions, engine: ContainerEng
     """Runs a container in the foreground: it lives as long as the step. One that is no node has no name or devices."""
     devices = [] if spec.accelerator == "none" else [device_variable(spec)]
     defaults = RCCL if spec.accelerator == "amd" else {}
-    variables = [*IDENTITY, *devices, *defaults, *options.environment] if is_node else IDENTITY
+    variables = [*IDENTITY, *devices, *NETWORK, *defaults, *options.environment] if is_node else IDENTITY
     return run_command(
         engine,
         spec.accelerator if is_node else "none",

@@ -11,7 +11,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from corral.migrate.engines import engine_of, split_engine
-from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, no_effect, unsupported
+from corral.migrate.outcome import (
+    ForeignValue,
+    Outcome,
+    built_in,
+    converted,
+    image_model,
+    mapped,
+    no_effect,
+    unsupported,
+)
 from corral.migrate.rlinf.reasoning import has_critic, has_kl, is_fsdp
 from corral.migrate.table import ForeignConfig
 from corral.migrate.value_kinds import format_value, text
@@ -23,8 +32,9 @@ GPUS_PER_NODE = 8
 """RLinf's default in its first version; today it counts them."""
 MOST_NODES, MOST_DEVICES_PER_NODE = 10_000, 100
 """More are a slip of the pen, and would have to be counted through."""
-NOT_OF_TEXT = re.compile(r"vl|openpi|gr00t|dexbotic|dreamzero|fastwam|policy|cma|abot|resnet|cfg_model|value_model")
-"""Model types of RLinf's that see, or move robots."""
+OF_ROBOTS = re.compile(r"openpi|gr00t|dexbotic|dreamzero|fastwam|policy|cma|abot|resnet|cfg_model|value_model|vla")
+"""Model types of RLinf's that move robots."""
+CUTS = tuple(f"actor.model.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
 TRAIN_ITERATIONS = 100_000
 """Over which Megatron's learning rate decays where `lr_decay_iters` is null: RLinf sets it so."""
 TORCH_COSINE_END = 1e-6
@@ -131,6 +141,11 @@ def placement(config: ForeignConfig, given: ForeignValue) -> Outcome:
     if devices.is_one:
         return built_in("one device: everything runs on it, in one process")
     roles = roles_of(config, names, devices)
+    for other, span in devices.by_component.items():
+        if roles and roles_of(config, [other], devices) and set(own) & set(span) and set(own) != set(span):
+            raise ValueError(
+                f"shares some of its devices with {other}; two roles share all of theirs or none in Corral"
+            )
     if not roles and ("inference" in names or "actor_inference" in names):
         engine = "Corral's engine gives the log-probs of the tokens that it samples"
         why = engine if engine_of(config) == "native" else "the actor computes log-probs by itself"
@@ -195,10 +210,19 @@ def is_the_model(config: ForeignConfig, given: ForeignValue) -> bool:
     return given.value is None or not paths or folder(given.value) in map(folder, paths)
 
 
+def image_kind(config: ForeignConfig) -> str | None:
+    types = (config[f"{place}.model.model_type"] for place in ("actor", "rollout"))
+    return next(filter(None, map(image_model, types)), None)
+
+
 def model_type(config: ForeignConfig, given: ForeignValue) -> Outcome:
-    if given.value is not None and NOT_OF_TEXT.search(given.value):
-        return unsupported("only models of text are trained")
-    return built_in("from the model's own configuration")
+    kind, count = image_model(given.value), num_actor_devices(config)
+    if kind == "other" or OF_ROBOTS.search(given.value or ""):
+        return unsupported("of models of images Corral trains Qwen2-VL, Qwen2.5-VL and Qwen3-VL, and none of robots")
+    if kind is None or count == 1:
+        return built_in("from the model's own configuration")
+    mesh = {"train.parallel.shard": 1, "train.parallel.replicate": count}
+    return converted(mesh, f"{given.value}: a model that reads images is whole on each device")
 
 
 def dtype_of(config: ForeignConfig) -> str:
@@ -246,6 +270,13 @@ def parallel(config: ForeignConfig, given: ForeignValue, ours: str) -> Outcome:
     return mapped(ours, size)
 
 
+def experts_fit(config: ForeignConfig, given: ForeignValue) -> bool:
+    """Whether experts can be split in addition to layers, matrices and tokens, as Corral does it; Megatron splits them
+    over devices that share one of these."""
+    others = math.prod(value for key in CUTS for _, value in config.ours(key))
+    return bool(num_actor_devices(config) % (others * max(given.value or 1, 1)) == 0)
+
+
 def num_copies(config: ForeignConfig) -> int | None:
     """Number of copies of the model, each sharded over a group of devices. None: one, over all of them."""
     count = num_actor_devices(config)
@@ -272,6 +303,7 @@ def offloading(config: ForeignConfig, given: ForeignValue) -> Outcome:
     else:
         return no_effect("only Megatron's trainer reads it")
     is_whole = is_fsdp(config) and config["actor.fsdp_config.sharding_strategy"] == "no_shard"
+    is_whole = is_whole or image_kind(config) == "trained"
     is_sharded = num_actor_devices(config) > 1 and not is_whole
     kept = [part for part in parts if part == "optimizer" or is_sharded]
     return mapped(

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from corral.migrate.outcome import ForeignValue, Outcome, converted, mapped
+from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, unsupported
 from corral.migrate.table import ForeignConfig
 from corral.migrate.value_kinds import one_or_all
 from corral.recipe.keys import KeyPath
@@ -90,6 +90,12 @@ def train_paths(config: ForeignConfig, given: ForeignValue) -> Outcome:
     paths = given.value or config.default("data.train_data_paths")
     note = "" if given.where and given.value else "put AReaL-boba-106k there, or name your own file"
     return mapped("data.train.path", one_or_all(paths), note)
+
+
+def image_column(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if len(given.value or []) > 1:
+        return unsupported("images of a prompt are in one column, `data.images_key`")
+    return mapped("data.images_key", given.value[0]) if given.value else built_in("none")
 
 
 # --- the agent that searches

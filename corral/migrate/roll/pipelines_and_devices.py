@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from corral.migrate.engines import engine_of, split_engine
-from corral.migrate.outcome import ForeignValue, Outcome, as_path, built_in, converted, unsupported
+from corral.migrate.outcome import ForeignValue, Outcome, as_path, built_in, converted, image_model, unsupported
 from corral.migrate.table import ForeignConfig
 from corral.migrate.value_kinds import integer, number, plural, text
 from corral.recipe.errors import RecipeError
@@ -203,6 +203,10 @@ def parallel(config: ForeignConfig) -> tuple[int, int, int]:
     return tensor, pipeline, max(config.value(key) for key in contexts)
 
 
+def image_kind(config: ForeignConfig) -> str | None:
+    return image_model(config.value("pretrain"))
+
+
 def num_actor_devices(config: ForeignConfig) -> int:
     return len(role_devices(config, "actor"))
 
@@ -219,7 +223,7 @@ def experts(config: ForeignConfig) -> int:
 
 def num_of_copy(config: ForeignConfig) -> int:
     """Number of devices that compute one micro-batch together in Corral, without experts."""
-    return math.prod(parallel(config))
+    return 1 if image_kind(config) == "trained" else math.prod(parallel(config))
 
 
 def num_for_sharding(config: ForeignConfig) -> int:
@@ -348,7 +352,8 @@ def engine_devices(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 def offload(config: ForeignConfig, given: ForeignValue) -> Outcome:
     """Only a model of which each device holds a part can have it all in the host's memory."""
-    is_sharded = num_actor_devices(config) > 1 and config.value(f"{STRATEGY}.fsdp_size") != 1
+    is_whole = image_kind(config) == "trained" or config.value(f"{STRATEGY}.fsdp_size") == 1
+    is_sharded = num_actor_devices(config) > 1 and not is_whole
     zero = f"{STRATEGY}.zero_optimization"
     all_of_it = bool(config[f"{STRATEGY}.offload_policy"])
     parameters = all_of_it or config[f"{zero}.offload_param.device"] in ("cpu", "nvme")

@@ -33,7 +33,6 @@ from corral.recipe.rules import TRACKERS_WITH_PROJECTS
 TRAINING = "actor_train.training_args"
 SAMPLING = "actor_infer.generating_args"
 SIZES_OF_UPDATE = ("per_device_train_batch_size", "gradient_accumulation_steps")
-SEES = re.compile(r"(?i)(?:^|[-_/.\d])(?:vl|omni|vision)(?:[-_/.\d]|$)")
 NOT_FOR_WORKERS = re.compile(
     r"(?i)(?:use_modelscope|modelscope|model_download|vllm|sglang|nvte|megatron|hccl|ascend|npu|roll|ray|task_queue|"
     r"multi_stream|cpu_affinity|combined_enable)(?:_.*)?|.*visible_devices"
@@ -73,10 +72,6 @@ def environment_variable(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 # --- model
-
-
-def sees(config: ForeignConfig) -> bool:
-    return SEES.search(config.value("pretrain")) is not None
 
 
 def dtype(config: ForeignConfig, given: ForeignValue) -> Outcome:

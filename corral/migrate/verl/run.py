@@ -12,7 +12,17 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from corral.migrate.engines import engine_of, split_engine
-from corral.migrate.outcome import ForeignValue, Outcome, as_path, built_in, converted, mapped, no_effect, unsupported
+from corral.migrate.outcome import (
+    ForeignValue,
+    Outcome,
+    as_path,
+    built_in,
+    converted,
+    image_model,
+    mapped,
+    no_effect,
+    unsupported,
+)
 from corral.migrate.table import ForeignConfig
 from corral.migrate.value_kinds import format_value, number, one_or_all, plural
 from corral.recipe.rules import TRACKERS_WITH_PROJECTS
@@ -30,8 +40,6 @@ REWARD_PLACES = ("reward.custom_reward_function", "custom_reward_function")
 VALIDATION = f"{ROLLOUT}.val_kwargs"
 TURNS = f"{ROLLOUT}.multi_turn"
 TRACKERS = ("console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
-VISION_MODEL = re.compile(r"^(?!.*qwen(2|2\.5|3)-vl).*(?:vl\d*|vision|omni|llava|\dv)(?![a-z0-9])", re.IGNORECASE)
-"""InternVL3-2B, GLM-4.1V-9B; not Qwen2.5-VL-7B-Instruct, which is trained with images"""
 SCHEDULE_KEYS = ("warmup_style", "lr_scheduler_type", "lr_decay_style", "decay_type")
 """Spellings of verl's engines, of which the first that was written counts."""
 
@@ -126,6 +134,8 @@ def micro_batch_tokens(config: ForeignConfig, decides: str | None) -> tuple[int,
 
 
 def axis_size(config: ForeignConfig, name: str) -> int:
+    if image_kind(config) == "trained":
+        return 1
     return max(1, *(config[key] or 1 for key in config.constants["axes"][name]))
 
 
@@ -136,6 +146,8 @@ def num_of_sequence(config: ForeignConfig, *others: str) -> int:
 
 def num_shards(config: ForeignConfig) -> int:
     """Number of devices that one copy of the model is spread over."""
+    if image_kind(config) == "trained":
+        return 1
     size = max(config[key] or 0 for key in FSDP_SIZES)
     return size if 0 < size < num_devices(config) else num_devices(config)
 
@@ -232,14 +244,9 @@ def max_turns(config: ForeignConfig, given: ForeignValue) -> Outcome:
 # --- models
 
 
-def looks_at_pictures(config: ForeignConfig, given: ForeignValue) -> bool:
-    """A vision model is known by its name only: its rows need no key that says so."""
-    return VISION_MODEL.search(PurePosixPath(given.value or "").name) is not None
-
-
-def names_pictures(config: ForeignConfig, given: ForeignValue) -> bool:
-    """The same, with those that Corral trains with rollouts."""
-    return looks_at_pictures(config, given) or "-vl" in PurePosixPath(given.value or "").name.lower()
+def image_kind(config: ForeignConfig) -> str | None:
+    path = next(key for key in ("actor_rollout_ref.model.path", "model.path") if config.table.row(key))
+    return image_model(config[path])
 
 
 def column(config: ForeignConfig, given: ForeignValue, ours: str) -> Outcome:
