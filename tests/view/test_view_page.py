@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from browser import CHROMIUM, Browser, browser
@@ -73,10 +74,10 @@ def test_from_the_list_to_a_token(page: Browser, address: str) -> None:
     click(page, "a[href='#/run/done/step/2']")
     page.wait("document.querySelectorAll('.sample').length === 8")
     # Whether the reward is right is seen in the row: question, answer, the best and the worst reply.
-    first = page.run("document.querySelector('tbody tr').innerText").replace("\n", " ")
+    first = page.run("document.querySelector('.groups tbody tr').innerText").replace("\n", " ")
     assert "What is 2 and ab? reference answer 2ab" in first
     assert page.run(
-        "[...document.querySelectorAll('tbody tr:first-child .words')].map(one => one.innerText).join()"
+        "[...document.querySelectorAll('.groups tbody tr:first-child .words')].map(one => one.innerText).join()"
     ) == ("0.75 ab,0 ab")
     click(page, "a[href='#/run/done/step/2/5']")
     page.wait("document.querySelector('.card .asked')?.innerText === 'What is 3 and ab?'")
@@ -137,7 +138,8 @@ def test_rewards_over_the_run_lead_to_samples(page: Browser, address: str) -> No
 
 def test_the_worst_token_and_the_slowest_sample_of_a_step_are_links(page: Browser, address: str) -> None:
     go(page, f"{address}/#/run/done/step/2", "Tokens with the largest ratio: 1.45")
-    assert "environment: median, slowest\n0.12 s, 0.125 s" in page.text()
+    facts = page.run("document.querySelector('.facts').innerText").replace("\n", " ")
+    assert "generation: median, slowest 1 s, 1.25 s environment: median, slowest 0.125 s, 0.125 s" in facts
     click(page, "details summary")
     assert page.run("document.querySelector('details tbody tr').innerText").split("\t")[::2] == ["1.455", "4", "3"]
     click(page, "details tbody a")
@@ -154,7 +156,7 @@ def test_colors_do_not_depend_on_what_else_is_shown(page: Browser, address: str)
     token = color.format('[data-sample="3"] [data-token="4"], .message [data-token="4"]')
     go(page, f"{address}/#/run/done/step/2", "zero-variance")
     of_step = page.run(tile)
-    go(page, f"{address}/#/run/done/step/2/3", "0.75")
+    go(page, f"{address}/#/run/done/step/2/3", "turn 1")
     assert page.run(tile) == of_step
     of_token = page.run(token)
     go(page, f"{address}/#/run/done/step/2/3/tree", "sample 3: 0.75")
@@ -184,7 +186,7 @@ def test_roles_are_read_from_the_templates_of_chats(page: Browser, tmp_path: Pat
     page.problems.clear()
     with served(tmp_path) as address:
         for index, name in enumerate(texts):
-            go(page, f"{address}/#/run/chats/step/1/{index}", "assistant")
+            go(page, f"{address}/#/run/chats/step/1/{index}", f"What is {index} and")
             shown = page.wait("[...document.querySelectorAll('.said')].map(one => one.innerText.replace(/\\s+/, ' '))")
             assert shown == ["system S"] * (name == "chatml") + ["user U", "assistant A"], name
         page.open("about:blank")
@@ -194,16 +196,14 @@ def test_roles_are_read_from_the_templates_of_chats(page: Browser, tmp_path: Pat
 def test_pairs_rows_and_failed_steps_have_pages_of_their_own(page: Browser, tmp_path: Path) -> None:
     run = write_run(tmp_path, "others", of=9)
     writer = TrajectoryWriter(run / "trajectories")
-    answer = {
-        "turn_rewards": [],
-        "logprobs": (),
-        "versions": (),
-        "stop": "end_of_turn",
-        "reference_logprobs": [-1.0] * 6,
-    }
-    pair = [{**record(0, i, 0.5 - i, "no" if i else "yes"), **answer, "is_chosen": not i} for i in range(2)]
+
+    def answer(prompt_id: int, reward: float | None, text: str = "ab") -> dict[str, Any]:
+        own = record(prompt_id, 0, reward, text)
+        return {name: own[name] for name in own if name not in ("logprobs", "versions")} | {"turn_rewards": []}
+
+    pair = [{**answer(0, 0.5 - i, "no" if i else "yes"), "is_chosen": not i} for i in range(2)]
     writer.write(4, [*pair, *({**one, "prompt_id": 1, "reward": -one["reward"] / 2} for one in pair)])
-    writer.write(5, [{**record(i, 0, None), **answer, "trained_logprobs": [-i] * 6} for i in range(2)])
+    writer.write(5, [{**answer(i, None), "trained_logprobs": [-i] * 6} for i in range(2)])
     writer.write(6, [{**record(i, 0, None), "error": "KeyError: 'judge'"} for i in range(2)], part="failed")
     with pytest.raises(RunError), run_log(run / "logs" / "main.log", Console(io.StringIO())):
         raise RunError("all 2 samples failed")
@@ -212,8 +212,25 @@ def test_pairs_rows_and_failed_steps_have_pages_of_their_own(page: Browser, tmp_
         go(page, f"{address}/#/run/others/step/4", "mean margin")
         facts = page.run("document.querySelector('.facts').innerText").replace("\n", " ")
         assert "accuracy 0.5 mean margin 0.25 implicit reward of the chosen 0.125" in facts
-        assert page.run("document.querySelector('tbody tr').innerText").split() == (
-            ["0", "1", "What", "is", "0", "and", "yes?", "reference", "answer", "0yes", "chosen", "0.5", "yes", "rejected", "-0.5", "no"]
+        assert page.run("document.querySelector('.groups tbody tr').innerText").split() == (
+            [
+                "0",
+                "1",
+                "What",
+                "is",
+                "0",
+                "and",
+                "yes?",
+                "reference",
+                "answer",
+                "0yes",
+                "chosen",
+                "0.5",
+                "yes",
+                "rejected",
+                "-0.5",
+                "no",
+            ]
         )
         go(page, f"{address}/#/run/others/step/5", "loss per token")
         assert "trained tokens 10 loss per token 0.6" in page.run("document.querySelector('.facts').innerText").replace(

@@ -273,10 +273,10 @@ function slowest(samples, here) {
     const sorted = [...samples].sort((one, other) => seconds(one) - seconds(other));
     const last = sorted.at(-1);
     if (!last || !seconds(last)) return null;
-    const median = number(seconds(sorted[Math.floor(sorted.length / 2)]), 2);
+    const median = number(seconds(sorted[Math.floor(sorted.length / 2)]), 3);
     return fact(`${t(name)}: ${t("median, slowest")}`, [
       `${median} s, `,
-      link(`${here}/${last.index}`, `${number(seconds(last), 2)} s`),
+      link(`${here}/${last.index}`, `${number(seconds(last), 3)} s`),
     ]);
   });
 }
@@ -372,6 +372,7 @@ function groupTable(kind, groups, here, value, rewards) {
       ),
       h("td", { class: "broad" }, askedOf(group.samples[0]), shownOf(group)),
     ]),
+    { class: "groups" },
   );
 }
 
