@@ -460,8 +460,10 @@ def first_and_last_validation(columns: Mapping[str, Sequence[float | None]]) -> 
 
 @lru_cache(maxsize=4096)
 def read_samples(store: TrajectoryStore, step: int, _written_at: int) -> dict[str, Any]:
-    """Rewards and lengths of a step, of at most `SAMPLES_OF_STEP` samples, evenly spread."""
-    own = [one for one in store.summaries(step, names=SAMPLE_COLUMNS) if one["reward"] is not None]
+    """Rewards and lengths of a step, of at most `SAMPLES_OF_STEP` samples, evenly spread. Pairs have no rewards of this
+    kind."""
+    found = store.summaries(step, names=(*SAMPLE_COLUMNS, "is_chosen"))
+    own = [one for one in found if one["reward"] is not None and one.get("is_chosen") is None]
     own = own[:: -(-len(own) // SAMPLES_OF_STEP) or 1]
     return {"step": step, **{name: [one[name] for one in own] for name in ("index", *SAMPLE_COLUMNS)}}
 

@@ -116,12 +116,38 @@ def test_the_placement_is_drawn(page: Browser, address: str, tmp_path: Path) -> 
     page.wait("document.querySelectorAll('.place').length === 6")
     stripes = "[...document.querySelectorAll('.place')].map(one => one.querySelectorAll('[class^=fill]').length).join()"
     assert page.run(stripes) == "2,2,1,2,2,1"
+    titles = page.run("[...document.querySelectorAll('.place title')].map(one => one.textContent)")
+    assert titles[0] == "device 0: actor, reference\n3 GiB"
+    assert titles[5] == "device 5: judge"
+    assert page.run("[...document.querySelectorAll('.node')].map(one => one.textContent).join()") == "node 0,node 1"
+    (tmp_path / "done" / "plan.json").unlink()
+    go(page, f"{address}/?old#/run/done/plan", "one device")
+    assert page.run("document.querySelector('.placement')") is None
+
+
+def test_every_other_page(page: Browser, address: str) -> None:
+    for tab, wanted in {
+        "recipe": "algorithm:", "plan": "one device", "logs": "WARNING corral.x", "logs/main.log": "WARNING corral.x",
+        "ledger": "clean", "ledger/2": "trained at step 2", "step/3.validation": "Distribution", "x/y": "no such page",
+        "step/99": "no trajectories of step 99", "step/1/99": "has no trajectory 99",
+    }.items():  # fmt: skip
+        go(page, f"{address}/#/run/done/{tab}", wanted)
+    # What is not there is answered by 422 or 404, which the browser logs.
+    page.problems[:] = [one for one in page.problems if "Failed to load resource" not in one]
+    go(page, f"{address}/#/compare/done,hostile", "The recipes differ in nothing but the name")
+    titles = page.wait("[...document.querySelectorAll('figure:not([hidden]) .title')].map(one => one.innerText)")
+    assert titles[:2] == ["Reward: reward/mean", "Held-out score: validation/mean@1"]
+    go(page, f"{address}/#/run/broken", "cannot be read")
+
+
+def test_what_the_metrics_say_is_a_sentence_and_what_never_changes_a_line(page: Browser, address: str) -> None:
+    go(page, f"{address}/#/run/done", "Always the same: samples/errors 0")
+    assert "reward +0.143 in 3 steps (0.214 → 0.357); entropy 2.83 → 2.72" in page.text()
     shown = "[...document.querySelectorAll('figure')].filter(one => one.checkVisibility())"
     titles = page.run(f"{shown}.map(one => one.querySelector('.title').innerText)")
+    assert titles[:2] == ["Reward", "Held-out score"]
     assert "Samples" not in titles
-    assert page.run("document.querySelectorAll('.chart text')[0].textContent").endswith("3")
-    marks = "[...document.querySelectorAll('figure')].find(one => one.innerText.startsWith('Held-out')).innerText"
-    assert "40 %" in page.run(marks)
+    assert "40 %" in page.run(f"{shown}[1].textContent")
 
 
 def test_rewards_over_the_run_lead_to_samples(page: Browser, address: str) -> None:
@@ -242,6 +268,7 @@ def test_pairs_rows_and_failed_steps_have_pages_of_their_own(page: Browser, tmp_
         click(page, "p.problem a")
         page.wait("location.hash === '#/run/others/step/6.failed'")
         page.wait("document.querySelectorAll('.sample.failed').length === 2")
+        assert "KeyError: 'judge'" in page.text()
         page.open("about:blank")
     assert page.problems == []
 

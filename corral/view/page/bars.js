@@ -69,7 +69,7 @@ export function stackedBars(title, getData, settings, onStep) {
         }),
         index % every
           ? null
-          : s("text", { x: x + slot * 0.38, y: HEIGHT - 6, "text-anchor": "middle", class: "mark" }, name),
+          : s("text", { x: x + slot * 0.38, y: HEIGHT - 6, "text-anchor": "middle", class: "mark" }, String(bar[0][0])),
       );
     });
     replace(svg, marks, drawn);

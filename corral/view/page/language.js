@@ -55,7 +55,7 @@ const CHINESE = {
   "Always the same:": "始终不变：",
   "Its last samples": "它最后的样本",
   "reward {gain} in {steps} steps ({from} → {to})": "{steps} 步内奖励 {gain}（{from} → {to}）",
-  "{many} groups give no gradient": "{many} 组没有梯度",
+  "{many} of the groups give no gradient": "{many} 的组没有梯度",
   "{cut} cut off": "{cut} 被截断",
   "drift: KL {kl}, a ratio up to {ratio} from 1": "漂移：KL {kl}，比率与 1 最多相差 {ratio}",
   "{failed} of the samples failed": "{failed} 的样本失败",

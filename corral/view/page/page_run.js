@@ -48,7 +48,7 @@ export async function runPage(id, tab = "curves", more) {
       ),
       detail.problems.map((problem) => h("p", { class: "problem" }, shown(problem))),
       lastWords(),
-      h("p", { class: "health" }, healthOf(metrics, detail.recipe).map(([words, isWarning], index) => [
+      h("p", { class: "health" }, healthOf(metrics).map(([words, isWarning], index) => [
         index ? "; " : "",
         h("span", { class: isWarning ? "warning" : null }, words),
       ])),

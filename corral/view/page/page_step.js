@@ -348,6 +348,10 @@ function groupTable(kind, groups, here, value, rewards) {
     groups: (group) => [
       sampleCells(group.samples, address, rewards),
       group.ends.map((one) => words(one, number(one.reward, 3))),
+      group.samples
+        .filter((one) => one.error)
+        .slice(0, 1)
+        .map((one) => h("div", { class: "small problem" }, shown(one.error, 200))),
     ],
     pairs: (group) =>
       group.samples.map((one) => words(one, `${t(one.is_chosen ? "chosen" : "rejected")} ${number(one.reward, 3)}`)),

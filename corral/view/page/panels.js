@@ -8,21 +8,21 @@ export const SECTIONS = [
   [
     "Is it learning?",
     [
-      ["Reward", [/^reward\/(mean|best)$/]],
+      ["Reward", [/^reward\/mean$/, /^reward\/best$/]],
       ["Held-out score", [HELD_OUT, /^validation\/pass@/]],
       ["Groups without a gradient", [/^samples\/equal_groups$/]],
       ["Rewards by name", [/^reward\/.+\/mean$/]],
       ["Success", [/^environment\/(.+\/)?success$/, /^validation\/environment\/(.+\/)?success$/]],
       ["Loss", [/^policy\/nll$/, /^preference\/loss$/, /^validation\/loss$/]],
       ["Pairs with the chosen answer ahead", [/^(preference|validation)\/accuracy$/]],
-      ["Implicit rewards", [/^preference\/(margin|chosen_reward|rejected_reward)$/]],
+      ["Implicit rewards", [/^preference\/margin$/, /^preference\/(chosen|rejected)_reward$/]],
     ],
   ],
   [
     "What does it write?",
     [
-      ["Length", [/^length\/(mean|max)$/]],
-      ["Why samples ended", [/^stop\//]],
+      ["Length", [/^length\/mean$/, /^length\/max$/]],
+      ["Why samples ended", [/^stop\/length$/, /^stop\/(?!length$)/]],
       ["Samples", [/^samples\/(errors|dropped|failed|dropped_groups|masked)$/]],
     ],
   ],
@@ -31,16 +31,16 @@ export const SECTIONS = [
     [
       ["Entropy", [/^policy\/entropy$/]],
       ["KL", [/^kl\/mean$/, /^policy\/(approx_kl|mismatch_kl)$/]],
-      ["Largest distance of a ratio from 1", [/^policy\/(ratio_deviation|mismatch_max)$/]],
+      ["Largest distance of a ratio from 1", [/^policy\/ratio_deviation$/, /^policy\/mismatch_max$/]],
       ["Clipped tokens", [/^policy\/clipped$/]],
       ["Gradient norm", [/^policy\/gradient_norm$/]],
-      ["Staleness", [/^staleness\/(mean|max)$/]],
+      ["Staleness", [/^staleness\/mean$/, /^staleness\/max$/]],
     ],
   ],
   [
     "How fast is it?",
     [
-      ["Tokens per second", [/^speed\//]],
+      ["Tokens per second", [/^speed\/tokens_per_s$/, /^speed\/(?!tokens_per_s$)/]],
       ["Memory (GiB)", [/^memory\//]],
     ],
   ],
@@ -136,7 +136,7 @@ export function constantsOf(metrics) {
 }
 
 /** What the numbers say of the run: parts of a sentence, each with whether it is a warning. */
-export function healthOf(metrics, recipe) {
+export function healthOf(metrics) {
   const ends = (name) => {
     const values = measured(metrics, name);
     const many = Math.min(LAST, Math.ceil(values.length / 2));
@@ -170,11 +170,8 @@ export function healthOf(metrics, recipe) {
     found.push(change("preference/accuracy", t("accuracy")), change("preference/margin", t("margin")));
   }
   const equal = last("samples/equal_groups");
-  const prompts = recipe["batch.prompts_per_step"];
-  if (equal !== undefined) {
-    const many = prompts ? `${Math.round(equal * prompts)} / ${prompts}` : percent(equal);
-    found.push(said(t("{many} groups give no gradient"), { many }, equal > 0.5));
-  }
+  if (equal !== undefined)
+    found.push(said(t("{many} of the groups give no gradient"), { many: percent(equal) }, equal > 0.5));
   if (reward && metrics.columns.has("length/mean")) {
     const cut = last("stop/length") ?? 0;
     found.push(change("length/mean", t("length")), said(t("{cut} cut off"), { cut: percent(cut) }, cut > 0.1));
