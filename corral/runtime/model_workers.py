@@ -118,8 +118,8 @@ class LossStats:
         unread, self.unread = self.unread, []
         details, self.unread_details = self.unread_details, []
         for pack, columns in details:
-            numbers = torch.stack([column.float() for column in columns.values()]).cpu().numpy()
-            for name, own in zip(columns, numbers, strict=True):
+            computed = torch.stack([column.float() for column in columns.values()]).cpu().numpy()
+            for name, own in zip(columns, computed, strict=True):
                 self.details.setdefault(name, np.zeros(len(pack.batch.tokens), np.float32))[pack.flat] = own
         for *numbers, pairs in unread:
             sums, maxima = ({f"policy/{key}": float(value) for key, value in own.items()} for own in numbers)

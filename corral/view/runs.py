@@ -23,7 +23,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from corral.observe.console import ENDED_BY, held_out_score, is_fraction, is_validation
+from corral.observe.console import ENDED_BY, held_out_score, is_validation
 from corral.observe.curve import LOSSES
 from corral.observe.ledger import Ledger
 from corral.observe.run_folder import LOCK, is_in_use, latest_recipe
@@ -475,8 +475,11 @@ def score(metrics: Mapping[str, Any]) -> dict[str, Any]:
         if held_out_score(metrics) is None
         else ("score", held_out_score(metrics))
     )
-    ci95 = metrics.get("validation/ci95")
-    return {"kind": kind, "value": value, "ci95": ci95, "is_fraction": kind == "score" and is_fraction(metrics)}
+    return {
+        "kind": kind,
+        "value": value,
+        **{name: metrics.get(f"validation/{name}") for name in ("ci95", "min", "max")},
+    }
 
 
 def thinned(values: Sequence[float]) -> list[float]:

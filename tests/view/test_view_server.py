@@ -115,13 +115,6 @@ def test_steps_are_in_order_and_count_once_however_they_were_written(tmp_path: P
     assert reader.table() == ("1-5", [2, 3, 4, 5], {"a": [7, 5, None, 8], "b": [None, None, 2, None]})
 
 
-def test_a_score_is_a_fraction_where_all_rewards_are_between_0_and_1(tmp_path: Path) -> None:
-    run = write_run(tmp_path, "one")
-    MetricsFile(run / "metrics.jsonl").log(4, {"validation/mean@1": 0.7, "validation/min": 0.0, "validation/max": 1.1})
-    [shown] = ask(tmp_path, "runs.json")["runs"]
-    assert (shown["before"]["is_fraction"], shown["after"]["is_fraction"]) == (True, False)
-
-
 def test_the_states_of_runs(tmp_path: Path) -> None:
     write_run(tmp_path, "done")
     write_run(tmp_path, "cut-short", steps=2)

@@ -114,7 +114,8 @@ export function stateChip(state) {
 }
 
 export function scores(run) {
-  const isFraction = [run.before, run.after].every((score) => !score || score.is_fraction);
+  const isWithin = ({ value, min, max }) => [value, min ?? value, max ?? value].every((one) => one >= 0 && one <= 1);
+  const isFraction = [run.before, run.after].every((score) => !score || (score.kind === "score" && isWithin(score)));
   const text = (value, digits) =>
     isFraction && value !== null ? `${number(100 * value, digits)} %` : number(value, digits);
   if (!run.before) return h("span", { class: "quiet" }, "–");
