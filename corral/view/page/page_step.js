@@ -8,6 +8,7 @@ import { t } from "./language.js";
 const AT_ONCE = 200;
 const WORDS = 90; // characters of a reply's beginning and of its end
 const MOST_RATIOS = 10;
+const ROUNDING = 1e-3; // of ratios: what is nearer to 1 says nothing
 
 /** What is shown of a step: samples in groups; pairs of answers (dpo, ipo, simpo); or answers of rows (sft). `value` is
  * what a group is sorted and counted by. */
@@ -283,7 +284,7 @@ function slowest(samples, here) {
 
 /** The tokens at which the policy was farthest from the one that sampled them, the worst of each sample. */
 function worstRatios(samples, here) {
-  const worst = samples.filter(driftOf).sort((one, other) => driftOf(other) - driftOf(one)).slice(0, MOST_RATIOS);
+  const worst = samples.filter((one) => driftOf(one) > ROUNDING).sort((one, other) => driftOf(other) - driftOf(one)).slice(0, MOST_RATIOS);
   if (!worst.length) return null;
   return h(
     "details",
