@@ -98,6 +98,8 @@ class TokenLoss:
     """`ratio_deviation`: |ratio - 1|."""
     pair_sums: dict[str, Tensor] = field(default_factory=dict)
     """Sums over pairs, where pairs are trained on; divide by the number of pairs in the end."""
+    implicit_rewards: Tensor | None = None
+    """[N], of each answer of the pairs; without gradient."""
 
 
 def policy_token_loss(part: AlgorithmPart[LossDeclaration], terms: PolicyTerms) -> TokenLoss:

@@ -126,4 +126,5 @@ def _report_pairs(loss: Tensor, rewards: Tensor, margin: Tensor, terms: PolicyTe
         "rejected_logprob": logprobs[rejected].sum(),
     }
     pair_sums = {name: value.detach() for name, value in sums.items()}
-    return TokenLoss(ragged.only(ragged.expand(loss, terms.offsets), terms.mask), {}, {}, pair_sums)
+    per_token = ragged.only(ragged.expand(loss, terms.offsets), terms.mask)
+    return TokenLoss(per_token, {}, {}, pair_sums, rewards.detach())

@@ -174,9 +174,10 @@ class Batch:
     is_chosen: BoolArray | None = None
     """[trajectories], which answer of its pair is the chosen one. None: a group is no pair. A loss compares the two of
     a pair, so they stay in one update, one shard and one micro-batch."""
-    entropies: FloatArray | None = None
-    """[tokens], the policy's entropy at each of them when it was trained on first; NaN in trajectories that were not.
-    For the files of trajectories: no part of the batch that trainers get has it."""
+    details: dict[str, FloatArray] = field(default_factory=dict)
+    """[tokens] each: `entropies`, `trained_logprobs` and, of pairs, `implicit_rewards`, as the policy had them when it
+    was trained on them first; NaN in trajectories that were not. For the files of trajectories: no part of the batch
+    that trainers get has them."""
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory]) -> "Batch":
@@ -238,19 +239,16 @@ class Batch:
             is_chosen=None if self.is_chosen is None else self.is_chosen[list(rows)],
         )
 
-    def set_entropies(self, rows: Sequence[int], numbers: FloatArray) -> None:
-        """Notes the entropies of these trajectories, one after the other."""
-        if self.entropies is None:
-            self.entropies = np.full(len(self.tokens), np.nan, np.float32)
-        self.entropies[self.positions_of(rows)] = numbers
+    def set_details(self, rows: Sequence[int], columns: dict[str, FloatArray]) -> None:
+        """Notes numbers of these trajectories, one after the other."""
+        for name, numbers in columns.items():
+            column = self.details.setdefault(name, np.full(len(self.tokens), np.nan, np.float32))
+            column[self.positions_of(rows)] = numbers
 
     @classmethod
     def join(cls, batches: Sequence["Batch"]) -> "Batch":
         """Concatenates batches with the same columns."""
         starts = np.cumsum([0, *(len(batch.tokens) for batch in batches)])
-        found = [
-            b.entropies if b.entropies is not None else np.full(len(b.tokens), np.nan, np.float32) for b in batches
-        ]
         return cls(
             **{name: np.concatenate([getattr(batch, name) for batch in batches]) for name in TOKEN_ARRAYS},
             offsets=np.concatenate([[0], *(b.offsets[1:] + start for b, start in zip(batches, starts, strict=False))]),
@@ -259,7 +257,10 @@ class Batch:
             images={id: data for batch in batches for id, data in batch.images.items()},
             columns={name: np.concatenate([b.columns[name] for b in batches]) for name in batches[0].columns},
             is_chosen=None if batches[0].is_chosen is None else np.concatenate([b.is_chosen for b in batches]),
-            entropies=np.concatenate(found) if any(b.entropies is not None for b in batches) else None,
+            details={
+                name: np.concatenate([b.details.get(name, np.full(len(b.tokens), np.nan, np.float32)) for b in batches])
+                for name in {name: None for batch in batches for name in batch.details}
+            },
         )
 
     def units(self, rows: Iterable[int] | None = None) -> list[list[int]]:

@@ -76,6 +76,10 @@ class RolloutResult:
         return list(dict.fromkeys(trajectory.prompt_id for trajectory in self.trajectories))
 
     @property
+    def all_trajectories(self) -> list[Trajectory]:
+        return [*self.trajectories, *self.dropped, *self.filtered, *self.unanswered]
+
+    @property
     def zero_variance(self) -> list[int]:
         """Prompts left out because all their rewards were equal (dynamic sampling)."""
         return list(dict.fromkeys(trajectory.prompt_id for trajectory in self.filtered))

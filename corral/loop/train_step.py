@@ -139,8 +139,8 @@ class StepTraining:
         in_loss: list[int] = np.flatnonzero(~batch.is_masked).tolist()
         trainable = [] if self.is_broken else trainable_rows(parts, batch, in_loss)
         if trainable:
-            with_entropies = self.recipe.logging.trajectories
-            terms = UpdateTerms(self.expected_counts, 0, kl_coefficient(parts), with_entropies)
+            with_details = self.recipe.logging.trajectories
+            terms = UpdateTerms(self.expected_counts, 0, kl_coefficient(parts), with_details)
             self.stats.merge(await parts.actor.accumulate(batch, trainable, terms))
 
     async def finish(self) -> tuple[RolloutResult, Batch, dict[str, float], "TrainResult"]:
@@ -196,26 +196,26 @@ async def train(parts: RunComponents, batch: Batch, updates: list[list[int]], st
     result.num_empty += not updates  # all samples are masked
     only_critic = parts.critic is not None and step <= parts.recipe.critic.warmup_steps
     for epoch in range(parts.recipe.batch.ppo_epochs):
-        with_entropies = epoch == 0 and parts.recipe.logging.trajectories
+        with_details = epoch == 0 and parts.recipe.logging.trajectories
         for rows in updates:
             num_skipped = len(result.skipped)
             if parts.critic is not None:
                 stats = await parts.critic.accumulate(batch, rows, terms_of(parts, batch, rows))
                 result.add_value(stats.loss, await parts.critic.step())
             if not only_critic:
-                await update_policy(parts, batch, rows, result, with_entropies)
+                await update_policy(parts, batch, rows, result, with_details)
             result.finite.append(len(result.skipped) == num_skipped)
     return result
 
 
 async def update_policy(
-    parts: RunComponents, batch: Batch, rows: Sequence[int], result: "TrainResult", with_entropies: bool
+    parts: RunComponents, batch: Batch, rows: Sequence[int], result: "TrainResult", with_details: bool
 ) -> None:
     trainable = trainable_rows(parts, batch, rows)
     if not trainable:
         result.num_empty += 1
         return
-    terms = replace(terms_of(parts, batch, rows), with_entropies=with_entropies)
+    terms = replace(terms_of(parts, batch, rows), with_details=with_details)
     stats = await parts.actor.accumulate(batch, trainable, terms)
     await step_policy(parts, stats, result)
 

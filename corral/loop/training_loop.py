@@ -117,12 +117,11 @@ async def run_steps(run: RunState) -> None:
     await validate_if_due(run)
     run.console.begin(parts.num_steps, run.step)
     while not run.is_complete and not run.interrupt.requested:
-        with run.timed("step"):
+        training = StepTraining(parts, run.step + 1)
+        with run.timed("step"), samples_written_if_stopped(run, training):
             rollouts.start(version=run.step)  # samples the prompts, and submits them
-            training = StepTraining(parts, run.step + 1)
-            async with aclosing(rollout_pieces(run, rollouts.pending.pop(run.step + 1))) as pieces:
+            async with aclosing(rollout_pieces(run, rollouts.pending.pop(run.step + 1), training.rollouts)) as pieces:
                 async for rollout in pieces:
-                    training.rollouts.append(rollout)
                     if not rollout.trajectories:  # all failed, or were filtered
                         continue
                     batch = Batch.of(rollout.trajectories)
@@ -146,12 +145,27 @@ async def run_steps(run: RunState) -> None:
         await save_if_due(run)
 
 
-async def rollout_pieces(run: RunState, pending: PendingStep) -> AsyncGenerator[RolloutResult, None]:
-    """Yields the step's trajectories: all of them when they are finished, or piece by piece where it is pipelined. A
-    request to stop raises `Interrupted`; nothing has changed the weights then."""
+@contextmanager
+def samples_written_if_stopped(run: RunState, training: StepTraining) -> Iterator[None]:
+    """Writes down the samples of a step that ends the run before it is recorded: they show why."""
+    try:
+        yield
+    except RunStopped:
+        trajectories = [one for rollout in training.rollouts for one in rollout.all_trajectories]
+        if run.recipe.logging.trajectories and trajectories:
+            asked = asked_of(trajectories, run.parts.train)
+            run.trajectories.write(StepTrajectories(training.step, trajectories, "failed", asked=asked))
+        raise
+
+
+async def rollout_pieces(
+    run: RunState, pending: PendingStep, rolled_out: list[RolloutResult]
+) -> AsyncGenerator[RolloutResult, None]:
+    """Yields the step's trajectories: all of them when they are finished, or piece by piece where it is pipelined.
+    `rolled_out` gets each piece at once. A request to stop raises `Interrupted`; nothing has changed the weights
+    then."""
     pipelined = run.recipe.schedule.pipelined
     pieces = pending.pieces() if pipelined else pending.pieces(1)
-    held: list[RolloutResult] = []
 
     async def next_piece() -> RolloutResult | None:
         return await anext(pieces, None)
@@ -163,12 +177,11 @@ async def rollout_pieces(run: RunState, pending: PendingStep) -> AsyncGenerator[
                 piece = await run.interrupt.cancel_on_request(next_piece())
             if piece is None:
                 break
+            rolled_out.append(piece)
             if pipelined:
                 yield piece
-            else:
-                held.append(piece)  # with dynamic sampling there is one for each round
-    if held:
-        yield RolloutResult.join(held)
+    if rolled_out and not pipelined:  # with dynamic sampling there is a piece for each round
+        yield RolloutResult.join(rolled_out)
 
 
 def record_step(

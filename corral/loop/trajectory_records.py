@@ -46,6 +46,8 @@ class StepTrajectories:
     """Why each trajectory was not trained on; None: it was. Empty for what nobody trains on."""
     columns: dict[str, FloatArray] = field(default_factory=dict)
     """Numbers that were computed of each token of the first trajectories, those of the batch."""
+    details: dict[str, FloatArray] = field(default_factory=dict)
+    """The same, as the policy had them when it was trained on; NaN in trajectories that it was not trained on."""
     offsets: IntArray = field(default_factory=lambda: np.zeros(1, np.int64))
     """Where the trajectories of the batch begin in the columns."""
     asked: dict[int, tuple[str, str | None]] = field(default_factory=dict)
@@ -72,10 +74,8 @@ class StepTrajectories:
         trajectories = [*rollout.trajectories, *(one for some in others.values() for one in some)]
         reasons += [reason for reason, some in others.items() for _ in some]
         columns = {name: batch.columns[name] for name in recorded_columns(batch, algorithm)}
-        if batch.entropies is not None:
-            columns["entropies"] = batch.entropies
         asked = asked_of(trajectories, prompts)
-        return cls(step, trajectories, left_out=reasons, columns=columns, offsets=batch.offsets, asked=asked)
+        return cls(step, trajectories, "", reasons, columns, batch.details, batch.offsets, asked)
 
     def records(self, texts: "TokenTexts") -> Iterator[dict[str, Any]]:
         """Yields what the store has of each trajectory."""
@@ -88,8 +88,10 @@ class StepTrajectories:
             if i < num_trained:
                 span = slice(int(self.offsets[i]) + len(record["prompt_tokens"]), int(self.offsets[i + 1]))
                 record |= {name: column[span] for name, column in self.columns.items()}
-                if "entropies" in record and np.isnan(record["entropies"]).any():
-                    del record["entropies"]  # it was not computed: nothing was trained on
+                details = {name: column[span] for name, column in self.details.items()}
+                record |= {name: own for name, own in details.items() if not np.isnan(own).any()}
+                if "implicit_rewards" in record:
+                    record["reward"] = float(record.pop("implicit_rewards")[0])
             yield record
 
 
@@ -174,12 +176,13 @@ def trajectory_records(trajectories: Sequence[Trajectory], texts: "TokenTexts") 
         response, response_chars = texts.decode(response_tokens)
         parent, num_shared = branches[i]
         turns = turn_spans(trajectory)
+        is_sampled = bool((trajectory.versions >= 0).any())  # and not the answer of a row, which nobody rewards
         yield {
             "prompt_id": trajectory.prompt_id,
             "sample": trajectory.sample,
             "row": trajectory.row,
             "tag": trajectory.tag,
-            "reward": None if trajectory.is_dropped else trajectory.reward,
+            "reward": None if trajectory.is_dropped or not is_sampled else trajectory.reward,
             "rewards": trajectory.rewards,
             "metrics": trajectory.metrics,
             "stop": str(trajectory.stop),
@@ -201,8 +204,9 @@ def trajectory_records(trajectories: Sequence[Trajectory], texts: "TokenTexts") 
             "response_tokens": response_tokens,
             "response_chars": response_chars,
             "generated": trajectory.generated[start:],
-            "logprobs": trajectory.logprobs[start:],
-            "versions": trajectory.versions[start:],
+            **(
+                {"logprobs": trajectory.logprobs[start:], "versions": trajectory.versions[start:]} if is_sampled else {}
+            ),
         }
 
 

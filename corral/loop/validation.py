@@ -119,6 +119,8 @@ def summarize(trajectories: list[Trajectory], pass_threshold: float, prefix: str
     std = float(means.std(ddof=1)) if len(means) > 1 else 0.0
     metrics = {
         f"{prefix}/mean@{k}": float(means.mean()),
+        f"{prefix}/min": min(trajectory.reward for trajectory in rewarded),
+        f"{prefix}/max": max(trajectory.reward for trajectory in rewarded),
         f"{prefix}/ci95": 1.96 * std / math.sqrt(len(means)),
         f"{prefix}/length": float(np.mean([trajectory.num_generated for trajectory in trajectories])),
         f"{prefix}/cut_off": float(np.mean([trajectory.stop == "length" for trajectory in trajectories])),

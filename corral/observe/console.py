@@ -604,7 +604,7 @@ def environment_table(scores: Sequence[EnvironmentScore]) -> Table:
 
 
 def score_text(metrics: Mapping[str, float | None]) -> str:
-    """31.0 % ± 4.1; scores outside of [0, 1] are not fractions, and stay numbers. Where a loss was computed on held-out
+    """31.0 % ± 4.1; a plain number where a reward is outside of [0, 1]. Where a loss was computed on held-out
     rows: loss 0.4311, or both, 31.0 % ± 4.1 and loss 0.4311; and in how many pairs the chosen answer is ahead."""
     score, loss = held_out_score(metrics), metrics.get("validation/loss")
     if loss is not None:
@@ -615,9 +615,17 @@ def score_text(metrics: Mapping[str, float | None]) -> str:
     if score is None:
         return "no score"
     interval = metrics.get("validation/ci95")
-    scale, unit, digits = (100, " %", 1) if 0 <= score <= 1 else (1, "", 3)
+    scale, unit, digits = (100, " %", 1) if is_fraction(metrics) else (1, "", 3)
     text = f"{scale * score:.{digits}f}{unit}"
     return text if interval is None else f"{text} ± {scale * interval:.{digits}f}"
+
+
+def is_fraction(metrics: Mapping[str, float | None]) -> bool:
+    """Whether the held-out score is one of something: all its rewards are between 0 and 1. Of rows of earlier releases
+    only their mean is known."""
+    score = held_out_score(metrics)
+    ends = [metrics.get(f"validation/{end}", score) for end in ("min", "max")]
+    return all(end is not None and 0 <= end <= 1 for end in ends)
 
 
 def is_validation(metrics: Mapping[str, Any]) -> bool:

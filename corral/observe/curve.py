@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from corral.observe.console import held_out_score, score_text
+from corral.observe.console import held_out_score, is_fraction, score_text
 from corral.observe.run_files import replacing
 
 TRAIN, VALIDATION, QUIET, GRID = "#2563eb", "#ea580c", "#57606a", "#e5e7eb"
@@ -91,9 +91,8 @@ def _draw_scores(axes: Any, rows: Sequence[Mapping[str, Any]], title: str) -> No
     validations = {row["step"]: row for row in rows if held_out_score(row) is not None}
     if validations:
         _draw_validations(axes, [validations[step] for step in sorted(validations)])
-    scores = [held_out_score(row) for row in validations.values()]
     _draw_baselines(axes, rows, "reward")
-    if all(value is not None and 0 <= value <= 1 for value in (*rewards, *scores)):
+    if all(0 <= value <= 1 for value in rewards) and all(map(is_fraction, validations.values())):
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0, symbol=" %"))
         bottom, top = axes.get_ylim()
         axes.set_ylim(max(bottom, -0.02), min(top, 1.02))

@@ -49,11 +49,28 @@ class Ledger:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        content = path.read_bytes() if path.exists() else b""
-        self._prompts = _read(content, str(path))
-        self._size = content.rfind(b"\n") + 1
-        """Bytes of complete lines. A torn line that a kill or a full disk left behind them is overwritten by the
-        next."""
+        self._prompts, self._size = _PromptStates(), 0
+        """`_size`: bytes of complete lines. A torn line that a kill or a full disk left behind them is overwritten by
+        the next."""
+        self._file: tuple[int, int] | None = None
+        """Device and inode of what was read."""
+        self.read_on()
+
+    def read_on(self) -> bool:
+        """Reads the lines that another process has written since. False: the file is another one now, and has to be
+        read anew."""
+        if not self.path.exists():
+            return self._file is None
+        with self.path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if self._file not in (None, (found.st_dev, found.st_ino)) or found.st_size < self._size:
+                return False
+            self._file = found.st_dev, found.st_ino
+            file.seek(self._size)
+            content = file.read()
+        _load(self._prompts, content, str(self.path))
+        self._size += content.rfind(b"\n") + 1
+        return True
 
     def issue(self, step: int, prompt_ids: Iterable[int]) -> None:
         """Records prompts to be trained at `step`. Open ones may be issued again, when their trajectories are lost."""
@@ -102,7 +119,8 @@ class Ledger:
         """Puts a checkpoint's snapshot in place of the file. None: the ledger begins here, after `step` steps."""
         if text is None:
             text = json_line({"begins_after": step}).decode() if step > 0 else ""
-        prompts = _read(text.encode(), f"the ledger in the checkpoint of step {step}")
+        prompts = _PromptStates()
+        _load(prompts, text.encode(), f"the ledger in the checkpoint of step {step}")
         if len(later := np.flatnonzero((prompts.states == TRAINED) & (prompts.known["ended_at"] > step))):
             raise RunError(
                 f"the ledger in the checkpoint of step {step} says that {_describe_prompts(later)} were trained after "
@@ -254,7 +272,7 @@ class _PromptStates:
         return np.isin(self.states, (ISSUED, GENERATED))
 
     def summary(self) -> Iterator[dict[str, Any]]:
-        """Records from which `_read` makes the same state: one for all prompts whose rows are equal."""
+        """Records from which `_load` makes the same state: one for all prompts whose rows are equal."""
         if self.begins_after:
             yield {"begins_after": self.begins_after}
         for problem in self.problems:
@@ -309,14 +327,12 @@ class _PromptStates:
         )
 
 
-def _read(content: bytes, where: str) -> _PromptStates:
-    prompts = _PromptStates()
+def _load(prompts: _PromptStates, content: bytes, where: str) -> None:
     for number, record in enumerate(_records(content, where), start=1):
         try:
             prompts.load(record)
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise _not_a_ledger(where, number) from error
-    return prompts
 
 
 def _records(content: bytes, where: str) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
@@ -47,6 +47,13 @@ SUMMARY = {
     "num_response_tokens": pa.int32(),
     "num_generated": pa.int32(),
     "num_turns": pa.int32(),
+    "total_generate_s": pa.float32(),
+    "total_environment_s": pa.float32(),
+    "trained_logprob": pa.float64(),
+    "reference_logprob": pa.float64(),
+    "worst_ratio": pa.float64(),
+    "worst_ratio_at": pa.int32(),
+    "worst_ratio_text": pa.string(),
     "question": pa.string(),
     "answer": pa.string(),
     "preview": pa.string(),
@@ -71,7 +78,8 @@ PER_TOKEN = {
     "versions": pa.int32(),
     "advantages": pa.float32(),
 }
-LOGPROBS_AND_VALUES = ("logprobs", "old_logprobs", "reference_logprobs", "entropies", "values", "returns", "correction")
+LOGPROBS = ("logprobs", "old_logprobs", "reference_logprobs", "trained_logprobs")
+LOGPROBS_AND_VALUES = (*LOGPROBS, "entropies", "values", "returns", "correction")
 DETAILS = {
     "tool_errors": pa.list_(pa.string()),
     "prompt": pa.string(),
@@ -135,9 +143,33 @@ def _summary(record: Mapping[str, Any]) -> dict[str, Any]:
         "num_response_tokens": len(record.get("response_tokens", ())),
         "num_generated": int(np.sum(record.get("generated", ()))),
         "num_turns": len(record.get("turn_rewards", ())),
+        "total_generate_s": _total(record, "generate_s"),
+        "total_environment_s": _total(record, "environment_s"),
+        "trained_logprob": _total(record, "trained_logprobs"),
+        "reference_logprob": _total(record, "reference_logprobs"),
+        **_worst_ratio(record),
         "preview": record.get("response", "")[:PREVIEW_LENGTH],
         "ending": record.get("response", "")[-PREVIEW_LENGTH:],
     }
+
+
+def _total(record: Mapping[str, Any], name: str) -> float | None:
+    """The sum over turns, or over generated tokens; other tokens have 0."""
+    return float(np.sum(record[name], dtype=np.float64)) if len(record.get(name, ())) else None
+
+
+def _worst_ratio(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the trainer is farthest from the engine that sampled: the ratio of the token's probabilities, its index in
+    the response and its text."""
+    trained = record.get("trained_logprobs", record.get("old_logprobs"))
+    if trained is None or "logprobs" not in record or not np.any(record["generated"]):
+        return {}
+    log_ratio = np.where(record["generated"], np.subtract(trained, record["logprobs"], dtype=np.float64), 0.0)
+    at = int(np.abs(np.nan_to_num(log_ratio, nan=np.inf)).argmax())
+    lengths = record.get("response_chars")
+    start = 0 if lengths is None else int(np.sum(lengths[:at]))
+    text = None if lengths is None else record["response"][start : start + int(lengths[at])]
+    return {"worst_ratio": float(np.exp(log_ratio[at])), "worst_ratio_at": at, "worst_ratio_text": text}
 
 
 def _schema(rows: Sequence[Mapping[str, Any]]) -> pa.Schema:
@@ -205,17 +237,22 @@ class TrajectoryStore:
         """Step and part of each file, sorted. The part is empty for what was trained on, else `validation`."""
         return sorted(self._paths())
 
-    def summaries(self, step: int, part: str = "") -> list[dict[str, Any]]:
+    def written_at(self, step: int, part: str = "") -> int:
+        """When the step's file was written, in nanoseconds."""
+        return self._path(step, part).stat().st_mtime_ns
+
+    def summaries(self, step: int, part: str = "", names: Collection[str] | None = None) -> list[dict[str, Any]]:
         """What a list of the trajectories of a step shows of each: its `index`, and the columns of `SUMMARY` with the
-        mappings of `BY_NAME`."""
+        mappings of `BY_NAME`, or only the columns in `names`."""
         path = self._path(step, part)
         with _readable(path):
             if path.suffix == ".gz":
                 summaries: Iterable[dict[str, Any]] = map(_summary, _json_lines(path))
             else:
                 file = pq.ParquetFile(path)
-                names = [name for name in file.schema_arrow.names if name not in DETAILS]
-                summaries = _records(file.read(names))
+                there = file.schema_arrow.names
+                wanted = [name for name in there if (name not in DETAILS if names is None else name in names)]
+                summaries = _records(file.read(wanted))
             return [{"index": index, **summary} for index, summary in enumerate(summaries)]
 
     def trajectory(self, step: int, index: int, part: str = "") -> dict[str, Any]:

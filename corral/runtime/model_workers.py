@@ -30,6 +30,7 @@ from corral.algorithms.losses import (
     policy_token_loss,
     value_loss,
 )
+from corral.algorithms.ragged import expand, only
 from corral.data.batch import Batch, FloatArray, Pack
 from corral.host_memory import available_memory, resident_memory
 from corral.kernels.host_to_device import on_device
@@ -64,8 +65,8 @@ class UpdateTerms:
     preserved: int
     """Number of trajectories to which the LLDS regularizer applies."""
     kl_coefficient: float
-    with_entropies: bool = False
-    """Whether the entropy at each token is returned: for the files of trajectories, since it is computed anyway."""
+    with_details: bool = False
+    """Whether numbers of each token are returned: for the files of trajectories, since they are computed anyway."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,9 @@ class LossStats:
     """Tokens of each expert of a mixture, layer by layer."""
     unread: list[tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]] = field(default_factory=list)
     """Sums, maxima and sums over pairs that are still on the device: reading them would wait for it."""
-    entropies: FloatArray | None = None
-    """Entropy at each token of the worker's shard, 0 where nothing was generated; only where it was asked for."""
-    unread_entropies: list[tuple[Pack, Tensor]] = field(default_factory=list)
+    details: dict[str, FloatArray] = field(default_factory=dict)
+    """Numbers of each token of the worker's shard, 0 where nothing was generated; only where they were asked for."""
+    unread_details: list[tuple[Pack, dict[str, Tensor]]] = field(default_factory=list)
 
     @property
     def mean_ratio(self) -> float:
@@ -115,11 +116,11 @@ class LossStats:
     def read(self) -> "LossStats":
         """These statistics, with everything that was added read from the device."""
         unread, self.unread = self.unread, []
-        entropies, self.unread_entropies = self.unread_entropies, []
-        for pack, entropy in entropies:
-            if self.entropies is None:
-                self.entropies = np.zeros(len(pack.batch.tokens), np.float32)
-            self.entropies[pack.flat] = entropy.float().cpu().numpy()
+        details, self.unread_details = self.unread_details, []
+        for pack, columns in details:
+            computed = torch.stack([column.float() for column in columns.values()]).cpu().numpy()
+            for name, own in zip(columns, computed, strict=True):
+                self.details.setdefault(name, np.zeros(len(pack.batch.tokens), np.float32))[pack.flat] = own
         for *numbers, pairs in unread:
             sums, maxima = ({f"policy/{key}": float(value) for key, value in own.items()} for own in numbers)
             pair_sums = {f"preference/{key}": float(value) for key, value in pairs.items()}
@@ -177,8 +178,11 @@ def policy_loss_of(
     if router_loss is not None:
         sums["router_loss"] = router_loss.detach() * mask.sum()
     stats.add(token_loss, sums, pack)
-    if update.with_entropies:
-        stats.unread_entropies.append((pack, entropy.detach()))
+    if update.with_details:
+        details = {"entropies": entropy.detach(), "trained_logprobs": only(logprobs.detach(), mask)}
+        if token_loss.implicit_rewards is not None:
+            details["implicit_rewards"] = expand(token_loss.implicit_rewards, offsets)
+        stats.unread_details.append((pack, details))
     if "correction" in column:
         loss = loss * column["correction"]
     if router_loss is not None:
@@ -499,8 +503,7 @@ class TrainerGroup(Generic[ModelWorkerT]):
         answers = await self.group.each(ModelWorker.accumulate, arguments)
         for own, stats in zip(split, self.one_per_shard(answers), strict=True):
             total.merge(stats)
-            if stats.entropies is not None:
-                batch.set_entropies(own, stats.entropies)
+            batch.set_details(own, stats.details)
         return total
 
     async def step(self, scale: float = 1.0) -> UpdateResult:

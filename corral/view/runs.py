@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from base64 import b64encode
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corral.observe.console import ENDED_BY, held_out_score, is_validation
-from corral.observe.curve import LOSSES, points
+from corral.observe.curve import LOSSES
 from corral.observe.ledger import Ledger
 from corral.observe.run_folder import LOCK, is_in_use, latest_recipe
 from corral.observe.trackers import flat
@@ -40,6 +41,9 @@ LAST_LINE_BYTES = 2048
 STACKS_EVERY_S = 2.0
 MOST_PLAN_BYTES, MOST_DRAWN_DEVICES = 2**24, 16_384
 PREVIEW_CHARS = 240
+MOST_STEPS, SAMPLES_OF_STEP = 128, 64
+"""What the pictures of rewards show of a run."""
+SAMPLE_COLUMNS = ("reward", "num_generated")
 ENDED = f" ERROR {ENDED_BY}: "
 OWNER = re.compile(r"process ([0-9]+) on (.+)")
 NUMBERS = frozenset((int, float))
@@ -101,6 +105,8 @@ class RunReader:
         self.metrics, self.store = MetricsReader(path / "metrics.jsonl"), TrajectoryStore(path / "trajectories")
         self._stacks: tuple[float, list[dict[str, Any]]] | None = None
         self._stacks_lock = threading.Lock()
+        self._ledger: Ledger | None = None
+        self._ledger_lock = threading.Lock()
 
     def file(self, *names: str) -> Path | None:
         """A regular file of this run. None: there is none, or it is a link to somewhere else."""
@@ -110,12 +116,12 @@ class RunReader:
 
     def summary(self) -> dict[str, Any]:
         """What the list of runs shows."""
-        (_, rows), (recipe, problems) = self.metrics.read(), self.recipe()
+        (_, steps, columns), (recipe, problems) = self.metrics.table(), self.recipe()
         if self.metrics.num_broken:
             problems.append(f"metrics.jsonl: {self.metrics.num_broken} lines cannot be read")
-        validations = [row for row in rows if is_validation(row)]
-        curve = "reward/mean" if any("reward/mean" in row for row in rows) else next(iter(LOSSES))
-        step, num_steps = max((row["step"] for row in rows), default=0), self.num_steps(recipe)
+        validations = first_and_last_validation(columns)
+        curve = next((name for name in ("reward/mean", *LOSSES) if name in columns), next(iter(LOSSES)))
+        step, num_steps = steps[-1] if steps else 0, self.num_steps(recipe)
         files = {name: self.file(*name.split("/")) for name in ("metrics.jsonl", "logs/main.log", ".lock")}
         written = {name: path.stat().st_mtime for name, path in files.items() if path is not None}
         log = tail_lines(files["logs/main.log"])
@@ -132,37 +138,44 @@ class RunReader:
             "algorithm": recipe.get("algorithm.name"),
             "model": recipe.get("model.path"),
             "curve": curve,
-            "sparkline": thinned(points(rows, curve)[1]),
+            "sparkline": thinned([value for value in columns.get(curve, ()) if value is not None]),
             "before": score(validations[0]) if validations else None,
             "after": score(validations[-1]) if len(validations) > 1 else None,
-            "tokens_per_s": next((value for value in points(rows, "speed/tokens_per_s")[1][::-1]), None),
+            "tokens_per_s": next((value for value in columns.get("speed/tokens_per_s", [])[::-1] if value), None),
             "problems": problems,
         }
 
     def detail(self) -> dict[str, Any]:
-        """What the page of a run shows: its summary, all metrics, recipe, plan, and what else there is to open."""
-        summary, (position, rows) = self.summary(), self.metrics.read()
-        by_step: dict[int, dict[str, float]] = {}  # a step that was logged again counts once, as in `points`
-        for row in rows:
-            by_step.setdefault(row["step"], {}).update(
-                (name, value) for name, value in row.items() if value is not None
-            )
-        steps = sorted(by_step)
-        names = dict.fromkeys(name for row in by_step.values() for name in row if name != "step")
-        columns = {name: [by_step[step].get(name) for step in steps] for name in names}
+        """What the page of a run shows besides its metrics: its summary, recipe, plan, and what else there is to
+        open."""
         recipe = latest_recipe(self.path)
         texts = {"recipe": self.file(recipe.name) if recipe else None, "plan": self.file("plan.txt")}
         return {
-            **summary,
-            "position": position,
-            "metrics": {"steps": steps, "columns": columns},
+            **self.summary(),
             "recipe": self.recipe()[0],
             "texts": {name: "\n".join(tail_lines(path)) for name, path in texts.items()},
             "placement": read_placement(self.file("plan.json")),
             "logs": sorted(path.name for path in self.path.glob("logs/*.log") if self.file("logs", path.name)),
             "parts": self.parts(),
-            "ledger": self.audit(),
+            "has_ledger": self.file(Ledger.name) is not None,
         }
+
+    def all_metrics(self) -> dict[str, Any]:
+        """All metrics, a list of values for each. `position` says which rows of the file they are of."""
+        position, steps, columns = self.metrics.table()
+        return {"position": position, "steps": steps, "columns": columns}
+
+    def samples(self) -> dict[str, Any]:
+        """Rewards and lengths of some samples of at most `MOST_STEPS` steps, evenly spread over the run."""
+        steps = [step for step, part in self.parts() if not part]
+        every = 1
+        while len(steps) > every * MOST_STEPS:  # the same steps as before are looked at when some are added
+            every *= 2
+        found = []
+        for step in steps[::every]:
+            with suppress(UserError, OSError):  # a file that cannot be read
+                found.append(read_samples(self.store, step, self.store.written_at(step)))
+        return {"steps": found}
 
     def recipe(self) -> tuple[dict[str, Any], list[str]]:
         """The keys that the run was last started with, dotted, and what is wrong with the file. Nothing that it names
@@ -234,12 +247,19 @@ class RunReader:
         if (step, part) not in self.parts():
             raise NotFound(f"there are no trajectories of step {step}{f' ({part})' if part else ''}")
 
-    def audit(self) -> dict[str, Any] | None:
+    def audit(self) -> dict[str, Any]:
+        """Of the ledger, of which only what was added since the last time is read."""
         path = self.file(Ledger.name)
-        try:
-            return None if path is None else audit_ledger(path, path.stat().st_mtime_ns, path.stat().st_size)
-        except UserError as error:
-            return {"problems": [first_line(error)]}
+        if path is None:
+            return {}
+        with self._ledger_lock:
+            try:
+                if self._ledger is None or not self._ledger.read_on():
+                    self._ledger = Ledger(path)
+                return self._ledger.audit().as_dict()
+            except UserError as error:
+                self._ledger = None
+                return {"problems": [first_line(error)]}
 
     def prompt(self, prompt_id: int) -> dict[str, Any]:
         path = self.file(Ledger.name)
@@ -308,6 +328,7 @@ class MetricsReader:
         self.path, self.size, self.num_broken = path, 0, 0
         self._file: tuple[int, int] | None = None
         self._generation, self._rows = 0, list[dict[str, Any]]()
+        self._steps, self._columns = list[int](), dict[str, list[float | None]]()
         self._lock = threading.Lock()
 
     def read(self) -> tuple[str, list[dict[str, Any]]]:
@@ -315,6 +336,30 @@ class MetricsReader:
         with self._lock:
             self._read()
             return f"{self._generation}-{len(self._rows)}", list(self._rows)
+
+    def table(self) -> tuple[str, list[int], dict[str, list[float | None]]]:
+        """The position after the last row, all steps in order, and of each metric a value for each step, None where it
+        has none. A step that was logged again counts once."""
+        with self._lock:
+            self._read()
+            num_steps = len(self._steps)
+            columns = {name: [*own, *[None] * (num_steps - len(own))] for name, own in self._columns.items()}
+            return f"{self._generation}-{len(self._rows)}", list(self._steps), columns
+
+    def _add(self, row: dict[str, Any]) -> None:
+        self._rows.append(row)
+        steps, step = self._steps, row["step"]
+        at = len(steps) if not steps or step > steps[-1] else bisect_left(steps, step)
+        if at == len(steps) or steps[at] != step:
+            steps.insert(at, step)
+            for column in self._columns.values():
+                if len(column) > at:
+                    column.insert(at, None)
+        for name, value in row.items():
+            if name != "step" and value is not None:
+                column = self._columns.setdefault(name, [])
+                column += [None] * (at + 1 - len(column))
+                column[at] = value
 
     def read_after(self, position: str) -> tuple[str, list[dict[str, Any]] | None]:
         """The new position, and the rows since `position`; None: those before it have changed, begin anew."""
@@ -332,6 +377,7 @@ class MetricsReader:
                 if self._file != (found.st_dev, found.st_ino) or found.st_size < self.size:
                     self._file, self.size, self.num_broken = (found.st_dev, found.st_ino), 0, 0
                     self._generation, self._rows = self._generation + 1, []
+                    self._steps, self._columns = [], {}
                 file.seek(self.size)
                 content = file.read()
         except OSError:
@@ -344,7 +390,7 @@ class MetricsReader:
                 step = int(row["step"])
                 if not NUMBERS.issuperset(map(type, row.values())):  # seldom: a null, or what was written by hand
                     row = {key: value if type(value) in NUMBERS else None for key, value in row.items()}
-                self._rows.append({**row, "step": step})
+                self._add({**row, "step": step})
             except (ValueError, TypeError, KeyError):
                 self.num_broken += 1
 
@@ -352,11 +398,6 @@ class MetricsReader:
 @lru_cache(maxsize=1000)
 def read_keys(recipe: Path, _written_at: int) -> dict[str, Any]:
     return dict(flat(read_document(recipe).values))
-
-
-@lru_cache(maxsize=100)
-def audit_ledger(path: Path, _written_at: int, _size: int) -> dict[str, Any]:
-    return Ledger(path).audit().as_dict()
 
 
 @lru_cache(maxsize=8)
@@ -409,6 +450,24 @@ def stacks_of(folder: Path) -> list[tuple[str, "ProcessStacks"]]:
 # --- small things
 
 
+def first_and_last_validation(columns: Mapping[str, Sequence[float | None]]) -> list[dict[str, float | None]]:
+    """Metrics of the first validation and of the last one; less where there are not so many."""
+    scores = [own for name, own in columns.items() if is_validation({name: 0.0})]
+    places = [at for at in range(max(map(len, scores), default=0)) if any(own[at] is not None for own in scores)]
+    ends = list(dict.fromkeys([*places[:1], *places[-1:]]))
+    return [{name: own[at] for name, own in columns.items() if own[at] is not None} for at in ends]
+
+
+@lru_cache(maxsize=4096)
+def read_samples(store: TrajectoryStore, step: int, _written_at: int) -> dict[str, Any]:
+    """Rewards and lengths of a step, of at most `SAMPLES_OF_STEP` samples, evenly spread. Pairs have no rewards of this
+    kind."""
+    found = store.summaries(step, names=(*SAMPLE_COLUMNS, "is_chosen"))
+    own = [one for one in found if one["reward"] is not None and one.get("is_chosen") is None]
+    own = own[:: -(-len(own) // SAMPLES_OF_STEP) or 1]
+    return {"step": step, **{name: [one[name] for one in own] for name in ("index", *SAMPLE_COLUMNS)}}
+
+
 def score(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The held-out score of a validation, or its loss where nothing is generated."""
     kind, value = (
@@ -416,7 +475,11 @@ def score(metrics: Mapping[str, Any]) -> dict[str, Any]:
         if held_out_score(metrics) is None
         else ("score", held_out_score(metrics))
     )
-    return {"kind": kind, "value": value, "ci95": metrics.get("validation/ci95")}
+    return {
+        "kind": kind,
+        "value": value,
+        **{name: metrics.get(f"validation/{name}") for name in ("ci95", "min", "max")},
+    }
 
 
 def thinned(values: Sequence[float]) -> list[float]:

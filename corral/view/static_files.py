@@ -52,7 +52,13 @@ def answers(runs: Runs, report: Callable[[str], None]) -> Iterator[tuple[str, di
     for run in runs.all():
         detail = run.detail()
         yield f"run/{run.id}/run.json", detail
-        yield f"run/{run.id}/workers.json", run.workers()
+        for name, own in {
+            "metrics": run.all_metrics,
+            "samples": run.samples,
+            "ledger": run.audit,
+            "workers": run.workers,
+        }.items():
+            yield f"run/{run.id}/{name}.json", own()
         prompts: set[int] = set()
         for step, part in detail["parts"]:
             name = f"{step}.{part}" if part else str(step)

@@ -183,7 +183,8 @@ def score_text(found: Mapping[str, Any] | None) -> str:
     if found is None or found["value"] is None:
         return ""
     name = "validation/loss" if found["kind"] == "loss" else "validation/mean@1"
-    return metrics_score_text({name: found["value"], "validation/ci95": found["ci95"]})
+    others = {f"validation/{other}": found[other] for other in ("ci95", "min", "max") if found[other] is not None}
+    return metrics_score_text({name: found["value"], **others})
 
 
 # --- several runs

@@ -90,6 +90,18 @@ def make_app(runs: Runs, token: str | None, is_ending: Callable[[], bool] = lamb
     def detail(run: str) -> Response:
         return answer(runs.get(run).detail())
 
+    @api.get("/run/{run}/metrics.json")
+    def metrics(run: str) -> Response:
+        return answer(runs.get(run).all_metrics())
+
+    @api.get("/run/{run}/samples.json")
+    def samples(run: str) -> Response:
+        return answer(runs.get(run).samples())
+
+    @api.get("/run/{run}/ledger.json")
+    def ledger(run: str) -> Response:
+        return answer(runs.get(run).audit())
+
     @api.get("/run/{run}/step/{name}.json")
     def step(run: str, name: str) -> Response:
         return answer(runs.get(run).step(*step_and_part(name)))

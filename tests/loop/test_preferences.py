@@ -18,6 +18,7 @@ from corral.data.batch import Pack
 from corral.loop.train import train
 from corral.observe.console import Console
 from corral.observe.ledger import Ledger
+from corral.observe.trajectory_store import TrajectoryStore
 from corral.recipe.errors import UserError
 from corral.recipe.load import load_recipe
 from corral.recipe.plan import make_plan
@@ -153,6 +154,24 @@ def test_twelve_steps_and_the_weights_after_them_are_those_of_trl(
     trained = AutoModelForCausalLM.from_pretrained(run / "checkpoints" / "step_000012").state_dict()
     for key, weight in trainer.model.state_dict().items():
         torch.testing.assert_close(trained[key], weight, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+def test_trajectories_have_the_implicit_rewards_and_nothing_of_an_engine(recipe: Path) -> None:
+    changes = ("schedule.steps=2", "batch.updates_per_step=2", "algorithm.loss.beta=0.25", "logging.trajectories=true")
+    loaded = load_recipe(recipe, changes)
+    run = train(loaded, make_plan(loaded), Console(io.StringIO()))
+    samples = list(TrajectoryStore(run / "trajectories").records(2))
+    assert [one["is_chosen"] for one in samples] == 4 * [True, False]
+    for one in samples:
+        assert one["reward"] == pytest.approx(0.25 * (one["trained_logprob"] - one["reference_logprob"]), abs=1e-5)
+        assert one["trained_logprob"] == pytest.approx(sum(one["trained_logprobs"]), abs=1e-5)
+        assert not one.keys() & {"logprobs", "versions"}
+    margins = [
+        chosen["reward"] - rejected["reward"] for chosen, rejected in zip(samples[::2], samples[1::2], strict=True)
+    ]
+    assert np.mean(margins) == pytest.approx(rows_of(run)[-1]["preference/margin"], abs=1e-5)
+    assert np.ptp(margins) > 0
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from corral.loop.train import running, train
 from corral.loop.training_loop import Interrupt, run_steps
 from corral.observe.console import Console, step_line, validation_line
 from corral.observe.run_folder import RunFolder
+from corral.observe.trajectory_store import TrajectoryStore
 from corral.recipe.errors import RunError
 from corral.recipe.load import load_recipe
 from corral.recipe.plan import make_plan
@@ -224,7 +225,8 @@ def test_the_command_line_ends_with_one_line_and_code_1_and_keeps_what_was_train
 ) -> None:
     write_recipe(tmp_path, tiny_model)
     options = (f"environment.reward.options.calls={tmp_path}/calls", "environment.reward.options.first=38")
-    command = ("train", "recipe.yaml", *broken(tmp_path, rewarded_by("fails_from")), *options, "schedule.steps=9")
+    command = ("train", "recipe.yaml", *broken(tmp_path, rewarded_by("fails_from")), *options)
+    command = (*command, "schedule.steps=9", "logging.trajectories=true")
     finished = corral(tmp_path, *command)
     assert finished.code == 1
     [error] = finished.errors
@@ -236,10 +238,14 @@ def test_the_command_line_ends_with_one_line_and_code_1_and_keeps_what_was_train
     assert step_folder(run / "checkpoints", 2).exists()
     assert [row["step"] for row in steps_of(run)] == [1, 2]
     assert len(re.findall("prompt .*the judge is down", (run / "logs" / "main.log").read_text())) == 12
+    store = TrajectoryStore(run / "trajectories")
+    samples = store.summaries(3, "failed")
+    assert [sum(one["error"] is not None for one in samples), len(samples)] == [12, 16]
     (tmp_path / "calls").write_text("")
     again = corral(tmp_path, *command, "schedule.steps=3")
     assert again.code == 0, again.stderr
     assert "resumed after step 2" in again.stdout
+    assert store.parts() == [(1, ""), (2, ""), (3, "")]
 
 
 def test_the_limit_is_the_recipes(tmp_path: Path, tiny_model: Path) -> None:

@@ -166,7 +166,9 @@ def test_what_dynamic_sampling_leaves_out_is_written_down_with_the_reason(tmp_pa
 
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.slow
-def test_entropies_are_those_of_the_model_that_was_trained(tmp_path: Path, tiny_model: Path, epochs: int) -> None:
+def test_entropies_and_logprobs_are_those_of_the_model_that_was_trained(
+    tmp_path: Path, tiny_model: Path, epochs: int
+) -> None:
     overrides = ("logging.trajectories=true", "schedule.steps=1", f"batch.ppo_epochs={epochs}")
     run = train_here(tmp_path, tiny_model, *overrides)
     frame = pandas.read_parquet(run / "trajectories" / "step_000001.parquet")
@@ -181,18 +183,24 @@ def test_entropies_are_those_of_the_model_that_was_trained(tmp_path: Path, tiny_
             log_p = model(torch.tensor([tokens])).logits[0, start - 1 : -1].log_softmax(-1)
         expected = -(log_p.exp() * log_p).sum(-1).numpy() * row["generated"]
         assert row["entropies"] == pytest.approx(expected, abs=1e-4)
+        own = log_p[range(len(log_p)), row["response_tokens"].tolist()].numpy() * row["generated"]
+        assert row["trained_logprobs"] == pytest.approx(own, abs=1e-4)
+        log_ratio = row["trained_logprobs"] - row["logprobs"]
+        assert row["worst_ratio_at"] == abs(log_ratio).argmax()
+        assert row["worst_ratio"] == pytest.approx(np.exp(log_ratio[row["worst_ratio_at"]]), rel=1e-5)
     if epochs == 1:
         [metrics] = [line for line in read_metrics(run / "metrics.jsonl") if "policy/entropy" in line]
         total = known["entropies"].map(sum).sum() / known["generated"].map(sum).sum()
         assert metrics["policy/entropy"] == pytest.approx(total, rel=1e-5)
 
 
-def test_entropies_of_pieces_are_joined() -> None:
+def test_details_of_pieces_are_joined() -> None:
     first, second = (Batch.of([make_trajectory([5, 6], [7, 8, 9]), make_trajectory([5], [7])]) for _ in range(2))
-    first.set_entropies([1], np.array([0, 2], np.float32))
-    assert np.array_equal(Batch.join([second, first]).entropies, [np.nan] * 12 + [0, 2], equal_nan=True)
-    assert Batch.join([second, second]).entropies is None
-    assert first.take([1]).entropies is None
+    first.set_details([1], {"entropies": np.array([0, 2], np.float32)})
+    joined = Batch.join([second, first]).details["entropies"]
+    assert np.array_equal(joined, [np.nan] * 12 + [0, 2], equal_nan=True)
+    assert Batch.join([second, second]).details == {}
+    assert first.take([1]).details == {}
 
 
 # --- in a thread, and in a process

@@ -90,6 +90,9 @@ def test_a_loss_on_held_out_rows_is_shown_alone_or_with_the_score() -> None:
 
 def test_scores_that_are_not_fractions_stay_numbers() -> None:
     assert score_text({"validation/mean@1": -1.25, "validation/ci95": 0.5}) == "-1.250 ± 0.500"
+    whole = {"validation/mean@1": 0.7, "validation/ci95": 0.1, "validation/min": 0.0}
+    assert score_text({**whole, "validation/max": 1.0}) == "70.0 % ± 10.0"
+    assert score_text({**whole, "validation/max": 1.1}) == "0.700 ± 0.100"
 
 
 def test_line_breaks_and_control_codes_are_visible() -> None:

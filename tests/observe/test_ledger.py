@@ -77,6 +77,21 @@ def test_what_is_open_is_known_by_step(ledger: Ledger) -> None:
     assert ledger.open_steps() == [1, 2]
 
 
+def test_a_reader_reads_on_where_it_was(ledger: Ledger) -> None:
+    one_step(ledger, 1, range(4))
+    reader = Ledger(ledger.path)
+    ledger.issue(2, range(4, 8))
+    with ledger.path.open("ab") as file:
+        file.write(b'{"step": 2, "gen')  # a line that is being written
+    assert reader.read_on()
+    assert reader.audit() == ledger.audit()
+    ledger.generated(2, range(4, 8))
+    assert reader.read_on()
+    assert reader.audit() == Ledger(ledger.path).audit()
+    ledger.restore(ledger.snapshot(), 2)  # a run that resumes
+    assert not reader.read_on()
+
+
 def test_the_audit_counts(ledger: Ledger) -> None:
     one_step(ledger, 1, range(8))
     ledger.issue(2, range(8, 16))

@@ -102,7 +102,7 @@ def test_compare_has_scores_speed_and_what_differs(tmp_path: Path) -> None:
     folders = ("a/one", "b/one")
     found = json.loads(corral(tmp_path, "compare", *folders, "--json").stdout)
     first, second = found["runs"]
-    assert first["after"] == {"kind": "score", "value": 0.75, "ci95": 0.1}
+    assert first["after"] == {"kind": "score", "value": 0.75, "ci95": 0.1, "min": None, "max": None}
     assert first["end"] == {"reward/mean": pytest.approx(2 / 7)}
     assert (first["minutes"], second["minutes"], second["tokens_per_s"]) == (0.15, 0.1, 101.5)
     assert found["recipe"] == {"schedule.steps": {str(tmp_path / "a/one"): 3, str(tmp_path / "b/one"): 9}}

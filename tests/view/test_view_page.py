@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from browser import CHROMIUM, Browser, browser
@@ -14,9 +15,11 @@ from runs import VALIDATION, write_recipe
 from served import running
 from view_runs import HOSTILE, lines_of, metrics_of, record, write_run, write_workers
 
+from corral.observe.console import Console, run_log
 from corral.observe.run_files import MetricsFile
 from corral.observe.run_folder import RunFolder
 from corral.observe.trajectory_store import TrajectoryWriter
+from corral.recipe.errors import RunError
 from corral.view import view_server
 from corral.view.runs import Runs
 from corral.view.static_files import export
@@ -71,10 +74,10 @@ def test_from_the_list_to_a_token(page: Browser, address: str) -> None:
     click(page, "a[href='#/run/done/step/2']")
     page.wait("document.querySelectorAll('.sample').length === 8")
     # Whether the reward is right is seen in the row: question, answer, the best and the worst reply.
-    first = page.run("document.querySelector('tbody tr').innerText").replace("\n", " ")
+    first = page.run("document.querySelector('.groups tbody tr').innerText").replace("\n", " ")
     assert "What is 2 and ab? reference answer 2ab" in first
     assert page.run(
-        "[...document.querySelectorAll('tbody tr:first-child .words')].map(one => one.innerText).join()"
+        "[...document.querySelectorAll('.groups tbody tr:first-child .words')].map(one => one.innerText).join()"
     ) == ("0.75 ab,0 ab")
     click(page, "a[href='#/run/done/step/2/5']")
     page.wait("document.querySelector('.card .asked')?.innerText === 'What is 3 and ab?'")
@@ -131,8 +134,143 @@ def test_every_other_page(page: Browser, address: str) -> None:
         go(page, f"{address}/#/run/done/{tab}", wanted)
     # What is not there is answered by 422 or 404, which the browser logs.
     page.problems[:] = [one for one in page.problems if "Failed to load resource" not in one]
-    go(page, f"{address}/#/compare/done,hostile", "Nothing but the name")
+    go(page, f"{address}/#/compare/done,hostile", "The recipes differ in nothing but the name")
+    titles = page.wait("[...document.querySelectorAll('figure:not([hidden]) .title')].map(one => one.innerText)")
+    assert titles[:2] == ["Reward: reward/mean", "Held-out score: validation/mean@1"]
     go(page, f"{address}/#/run/broken", "cannot be read")
+
+
+def test_what_the_metrics_say_is_a_sentence_and_what_never_changes_a_line(page: Browser, address: str) -> None:
+    go(page, f"{address}/#/run/done", "Always the same: samples/errors 0")
+    assert "reward +0.143 in 3 steps (0.214 → 0.357); entropy 2.83 → 2.72" in page.text()
+    shown = "[...document.querySelectorAll('figure')].filter(one => one.checkVisibility())"
+    titles = page.run(f"{shown}.map(one => one.querySelector('.title').innerText)")
+    assert titles[:2] == ["Reward", "Held-out score"]
+    assert "Samples" not in titles
+    assert "40 %" in page.run(f"{shown}[1].textContent")
+
+
+def test_rewards_over_the_run_lead_to_samples(page: Browser, address: str) -> None:
+    """In each of three steps eight samples have four rewards: four bins in a column, and a dot for each sample."""
+    go(page, f"{address}/#/run/done", "Reward against length")
+    figure = "[...document.querySelectorAll('figure')].find(one => one.innerText.includes('{}'))"
+    cells = f"{figure.format('Distribution of rewards over')}.querySelectorAll('rect').length"
+    assert page.run(cells) == 12
+    dots = f"{figure.format('Reward against length')}.querySelectorAll('circle')"
+    assert page.run(f"{dots}.length") == 2 * 2 * 8
+    page.run(f"{dots}[11].dispatchEvent(new MouseEvent('click'))")
+    page.wait("location.hash === '#/run/done/step/2/3'")
+
+
+def test_the_worst_token_and_the_slowest_sample_of_a_step_are_links(page: Browser, address: str) -> None:
+    go(page, f"{address}/#/run/done/step/2", "Tokens with the largest ratio: 1.45")
+    facts = page.run("document.querySelector('.facts').innerText").replace("\n", " ")
+    assert "generation: median, slowest 1 s, 1.25 s environment: median, slowest 0.125 s, 0.125 s" in facts
+    click(page, "details summary")
+    assert page.run("document.querySelector('details tbody tr').innerText").split("\t")[::2] == ["1.455", "4", "3"]
+    click(page, "details tbody a")
+    page.wait("document.querySelector('.token.pointed')?.dataset.token === '7'")
+    assert "ratio trainer / engine 1.45499" in page.run("document.querySelector('.values').innerText")
+    said = "[...document.querySelectorAll('.said .who')].map(one => one.innerText).join()"
+    assert page.run(said) == "prompt,reply"
+
+
+def test_colors_do_not_depend_on_what_else_is_shown(page: Browser, address: str) -> None:
+    """The tile of a reward and the color of a token are the same on every page that shows them."""
+    color = "getComputedStyle(document.querySelector('{}')).backgroundColor"
+    tile = color.format('.sample[href$="/step/2/3"]')
+    token = color.format('[data-sample="3"] [data-token="4"], .message [data-token="4"]')
+    go(page, f"{address}/#/run/done/step/2", "zero-variance")
+    of_step = page.run(tile)
+    go(page, f"{address}/#/run/done/step/2/3", "turn 1")
+    assert page.run(tile) == of_step
+    of_token = page.run(token)
+    go(page, f"{address}/#/run/done/step/2/3/tree", "sample 3: 0.75")
+    assert page.run(tile) == of_step
+    assert page.run(token) == of_token
+
+
+def test_roles_are_read_from_the_templates_of_chats(page: Browser, tmp_path: Path) -> None:
+    run = write_run(tmp_path, "chats", steps=0)
+    texts = {
+        "chatml": (
+            "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n",
+            "A<|im_end|>",
+        ),
+        "llama": (
+            "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nU<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+            "A<|eot_id|>",
+        ),
+        "gemma": ("<bos><start_of_turn>user\nU<end_of_turn>\n<start_of_turn>model\n", "A<end_of_turn>"),
+        "mistral": ("<s>[INST] U [/INST]", " A</s>"),
+        "deepseek": ("<｜begin▁of▁sentence｜><｜User｜>U<｜Assistant｜>", "A<｜end▁of▁sentence｜>"),
+    }
+    rows = [
+        {**record(i, 0, 1.0), "prompt": prompt, "response": reply} for i, (prompt, reply) in enumerate(texts.values())
+    ]
+    TrajectoryWriter(run / "trajectories").write(1, rows)
+    page.problems.clear()
+    with served(tmp_path) as address:
+        for index, name in enumerate(texts):
+            go(page, f"{address}/#/run/chats/step/1/{index}", f"What is {index} and")
+            shown = page.wait("[...document.querySelectorAll('.said')].map(one => one.innerText.replace(/\\s+/, ' '))")
+            assert shown == ["system S"] * (name == "chatml") + ["user U", "assistant A"], name
+        page.open("about:blank")
+    assert page.problems == []
+
+
+def test_pairs_rows_and_failed_steps_have_pages_of_their_own(page: Browser, tmp_path: Path) -> None:
+    run = write_run(tmp_path, "others", of=9)
+    writer = TrajectoryWriter(run / "trajectories")
+
+    def answer(prompt_id: int, reward: float | None, text: str = "ab") -> dict[str, Any]:
+        own = record(prompt_id, 0, reward, text)
+        return {name: own[name] for name in own if name not in ("logprobs", "versions")} | {"turn_rewards": []}
+
+    pair = [{**answer(0, 0.5 - i, "no" if i else "yes"), "is_chosen": not i} for i in range(2)]
+    writer.write(4, [*pair, *({**one, "prompt_id": 1, "reward": -one["reward"] / 2} for one in pair)])
+    writer.write(5, [{**answer(i, None), "trained_logprobs": [-i] * 6} for i in range(2)])
+    writer.write(6, [{**record(i, 0, None), "error": "KeyError: 'judge'"} for i in range(2)], part="failed")
+    with pytest.raises(RunError), run_log(run / "logs" / "main.log", Console(io.StringIO())):
+        raise RunError("all 2 samples failed")
+    page.problems.clear()
+    with served(tmp_path) as address:
+        go(page, f"{address}/#/run/others/step/4", "mean margin")
+        facts = page.run("document.querySelector('.facts').innerText").replace("\n", " ")
+        assert "accuracy 0.5 mean margin 0.25 implicit reward of the chosen 0.125" in facts
+        assert page.run("document.querySelector('.groups tbody tr').innerText").split() == (
+            [
+                "0",
+                "1",
+                "What",
+                "is",
+                "0",
+                "and",
+                "yes?",
+                "reference",
+                "answer",
+                "0yes",
+                "chosen",
+                "0.5",
+                "yes",
+                "rejected",
+                "-0.5",
+                "no",
+            ]
+        )
+        go(page, f"{address}/#/run/others/step/5", "loss per token")
+        assert "trained tokens 10 loss per token 0.6" in page.run("document.querySelector('.facts').innerText").replace(
+            "\n", " "
+        )
+        go(page, f"{address}/#/", "all 2 samples failed")
+        assert "ended_by" not in page.text()
+        go(page, f"{address}/#/run/others", "Its last samples")
+        click(page, "p.problem a")
+        page.wait("location.hash === '#/run/others/step/6.failed'")
+        page.wait("document.querySelectorAll('.sample.failed').length === 2")
+        assert "KeyError: 'judge'" in page.text()
+        page.open("about:blank")
+    assert page.problems == []
 
 
 def test_numbers_on_the_page_are_those_of_the_file(page: Browser, address: str, tmp_path: Path) -> None:

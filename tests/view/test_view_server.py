@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 import urllib.request
@@ -25,7 +26,7 @@ from corral.observe.run_folder import RunFolder
 from corral.observe.trajectory_store import TrajectoryStore, TrajectoryWriter
 from corral.recipe.errors import RunError, UserError
 from corral.view import view_server
-from corral.view.runs import MetricsReader, Runs, read_placement, split_tokens
+from corral.view.runs import MOST_STEPS, MetricsReader, Runs, read_placement, split_tokens
 from corral.view.static_files import export
 
 PAGE = Path(view_server.PAGE)
@@ -51,7 +52,7 @@ def test_metrics_are_those_of_the_file(tmp_path: Path) -> None:
         for name, value in row.items():
             if name != "step" and value is not None:
                 expected.setdefault(name, {})[row["step"]] = value
-    shown = ask(tmp_path, "run/one/run.json")["metrics"]
+    shown = ask(tmp_path, "run/one/metrics.json")
     assert shown["steps"] == [0, 1, 2, 3]
     assert expected == {
         name: {step: value for step, value in zip(shown["steps"], values, strict=True) if value is not None}
@@ -76,6 +77,42 @@ def test_the_list_has_score_sparkline_and_speed(tmp_path: Path) -> None:
     assert (run["before"]["value"], run["after"]["value"], run["after"]["ci95"]) == (0.25, 0.75, 0.1)
     assert run["sparkline"] == [1 / 7, 2 / 7, 3 / 7]
     assert (run["tokens_per_s"], run["step"], run["num_steps"], run["algorithm"]) == (103.0, 3, 3, "grpo")
+
+
+def test_rewards_and_lengths_of_samples_are_those_of_the_store(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "one")
+    steps = ask(tmp_path, "run/one/samples.json")["steps"]
+    expected = {"reward": 2 * [0, 0.25, 0.5, 0.75], "num_generated": 8 * [5], "index": list(range(8))}
+    assert steps == [{"step": step, **expected} for step in (1, 2, 3)]
+    TrajectoryWriter(run / "trajectories").write(2, [record(0, 0, None), *(record(0, i, i) for i in range(200))])
+    [_, second, _] = ask(tmp_path, "run/one/samples.json")["steps"]
+    assert second["reward"] == [float(i) for i in range(0, 200, 4)]  # evenly spread, without those that have none
+    assert second["index"] == [i + 1 for i in range(0, 200, 4)]
+
+
+def test_of_a_long_run_the_same_steps_are_looked_at_when_some_are_added(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "one")
+    trajectories = run / "trajectories"
+    (run_reader := Runs([run]).get("one")).samples()
+    for step in range(4, MOST_STEPS + 10):
+        shutil.copy(trajectories / "step_000001.parquet", trajectories / f"step_{step:06d}.parquet")
+    assert [one["step"] for one in run_reader.samples()["steps"]] == list(range(1, MOST_STEPS + 10, 2))
+
+
+def test_steps_are_in_order_and_count_once_however_they_were_written(tmp_path: Path) -> None:
+    rows = [
+        {"step": 2, "a": 1},
+        {"step": 4, "b": 2},
+        {"step": 3, "a": 5, "b": None},
+        {"step": 2, "a": 7},
+        {"step": 5, "a": 8},
+    ]
+    reader = MetricsReader(tmp_path / "metrics.jsonl")
+    for row in rows:
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        reader.table()
+    assert reader.table() == ("1-5", [2, 3, 4, 5], {"a": [7, 5, None, 8], "b": [None, None, 2, None]})
 
 
 def test_the_states_of_runs(tmp_path: Path) -> None:
@@ -116,7 +153,7 @@ def test_the_ledger_and_logs_of_a_run(tmp_path: Path) -> None:
     write_run(tmp_path, "one")
     history = ["issued for step 2", "generated for step 2", "trained at step 2"]
     assert ask(tmp_path, "run/one/prompt/2.json") == {"prompt": 2, "history": history}
-    assert ask(tmp_path, "run/one/run.json")["ledger"]["trained"] == 6
+    assert ask(tmp_path, "run/one/ledger.json")["trained"] == 6
     assert ask(tmp_path, "run/one/log/main.log.json")["lines"] == ["2026-01-01T00:00:00+0000 WARNING corral.x: ab"]
 
 
@@ -197,8 +234,10 @@ def test_broken_files_are_shown_as_problems(tmp_path: Path) -> None:
     app = client(tmp_path, raise_server_exceptions=False)
     shown = app.get("/api/run/one/run.json").json()
     assert len(shown["problems"]) == 2
-    assert shown["metrics"] == {"steps": [1], "columns": {"reward/mean": [1]}}
-    assert shown["ledger"]["problems"]
+    metrics = app.get("/api/run/one/metrics.json").json()
+    assert (metrics["steps"], metrics["columns"]) == ([1], {"reward/mean": [1]})
+    assert app.get("/api/run/one/ledger.json").json()["problems"]
+    assert app.get("/api/run/one/samples.json").json() == {"steps": []}
     assert app.get("/api/run/one/step/1.json").status_code == 422
     assert app.get("/api/run/one/prompt/0.json").status_code == 422
     assert app.get("/api/run/one/step/1/0.json").status_code == 422
@@ -208,7 +247,8 @@ def test_empty_folders_are_shown(tmp_path: Path) -> None:
     assert ask(tmp_path, "runs.json")["runs"] == []
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "recipe.yaml").touch()
-    assert ask(tmp_path, "run/new/run.json")["metrics"] == {"steps": [], "columns": {}}
+    assert ask(tmp_path, "run/new/metrics.json") == {"position": "0-0", "steps": [], "columns": {}}
+    assert ask(tmp_path, "run/new/ledger.json") == {}
 
 
 def test_hostile_text_is_json_and_nothing_else(tmp_path: Path) -> None:
@@ -248,7 +288,7 @@ def test_new_rows_are_sent_while_a_run_is_trained(tmp_path: Path, monkeypatch: p
     run = write_run(tmp_path, "one", steps=2)
     is_over = threading.Event()
     with RunFolder(run), running(view_server.make_app(Runs([tmp_path]), None, is_over.is_set)) as address:
-        with urllib.request.urlopen(f"{address}/api/run/one/run.json", timeout=within(10)) as answer:
+        with urllib.request.urlopen(f"{address}/api/run/one/metrics.json", timeout=within(10)) as answer:
             position = json.load(answer)["position"]
         with urllib.request.urlopen(f"{address}/api/run/one/events?position={position}", timeout=within(10)) as events:
             first = next_event(events)
@@ -342,7 +382,8 @@ def test_links_out_of_a_run_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "runs" / "link").symlink_to(write_run(tmp_path / "elsewhere", "two"))
     app = client(tmp_path / "runs")
     assert [one["id"] for one in app.get("/api/runs.json").json()["runs"]] == ["one"]
-    assert "secret" not in app.get("/api/run/one/run.json").text
+    for name in ("run", "metrics", "ledger"):
+        assert "secret" not in app.get(f"/api/run/one/{name}.json").text
 
 
 @pytest.mark.parametrize(

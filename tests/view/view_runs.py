@@ -22,16 +22,18 @@ PLAN = {
 RECIPE = "name: {name}\nmodel: {{path: {model}}}\nalgorithm: {{name: grpo}}\nschedule: {{steps: {steps}}}\n"
 
 
-def record(prompt_id: int, sample: int, reward: float, text: str = "ab") -> dict[str, Any]:
+def record(prompt_id: int, sample: int, reward: float | None, text: str = "ab") -> dict[str, Any]:
     tokens = [5 + (prompt_id + sample * place) % 40 for place in range(6)]
     return {
         "prompt_id": prompt_id, "sample": sample, "row": prompt_id, "tag": "", "reward": reward, "rewards": {"a": 1.0},
-        "turn_rewards": [reward / 2, reward / 2], "stop": "length", "error": None, "prompt": text, "response": text,
+        "turn_rewards": [(reward or 0.0) / 2] * 2, "stop": "length", "error": None, "prompt": text, "response": text,
         "question": f"What is {prompt_id} and {text}?", "answer": f"{prompt_id}{text}",
-        "metrics": {"success": reward}, "prompt_tokens": [1, 2, 3], "response_tokens": tokens,
+        "metrics": {"success": reward or 0.0}, "prompt_tokens": [1, 2, 3], "response_tokens": tokens,
         "generated": [1, 1, 0, 1, 1, 1],
-        "logprobs": [-0.25 * place - 0.125 * sample for place in range(6)], "versions": [0, 0, -1, 1, 1, 1],
-        "advantages": [reward - 0.5] * 6, "entropies": [0.5 * place for place in range(6)],
+        "logprobs": [-0.25 * place - 0.125 * sample for place in range(6)],
+        "trained_logprobs": [-0.25 * place - 0.125 * sample * (place != 4) for place in range(6)],
+        "generate_s": [0.5, 0.25 * sample], "environment_s": [0.0, 0.125], "versions": [0, 0, -1, 1, 1, 1],
+        "advantages": [(reward or 0.0) - 0.5] * 6, "entropies": [0.5 * place for place in range(6)],
         "frames": ["P_G", "_PG", f"__{text}"],
     }  # fmt: skip
 
@@ -39,7 +41,8 @@ def record(prompt_id: int, sample: int, reward: float, text: str = "ab") -> dict
 def metrics_of(step: int) -> dict[str, float]:
     return {
         "reward/mean": step / 7, "policy/entropy": 3 - step / 9, "policy/loss": float("nan") if step == 2 else 1.0,
-        "time/step_s": 3.0, "time/rollout_s": 1.5, "time/train_s": 1.25, "speed/tokens_per_s": 100.0 + step,
+        "samples/errors": 0.0, "time/step_s": 3.0, "time/rollout_s": 1.5, "time/train_s": 1.25,
+        "speed/tokens_per_s": 100.0 + step,
     }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 // Stacked bars, histograms and sparklines as SVG.
 
-import { COLORS, HEIGHT, MARGIN, max, min, ticks } from "./chart.js";
+import { axisMarks, COLORS, HEIGHT, MARGIN, max, min, ticks } from "./chart.js";
 import { chartMenu } from "./chart_files.js";
 import { h, number, plain, replace, s } from "./dom.js";
 import { t } from "./language.js";
@@ -45,10 +45,7 @@ export function stackedBars(title, getData, settings, onStep) {
     const slot = (width - MARGIN.left - MARGIN.right) / bars.length;
     svg.setAttribute("width", width);
     svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
-    const marks = ticks(0, highest, 4).map((value) => [
-      s("line", { x1: MARGIN.left, x2: width - MARGIN.right, y1: y(value), y2: y(value), class: "grid" }),
-      s("text", { x: MARGIN.left - 6, y: y(value) + 4, "text-anchor": "end", class: "mark" }, `${number(value, 3)} s`),
-    ]);
+    const marks = axisMarks(width, ticks(0, highest, 4), y, [], (value) => `${number(value, 3)} s`);
     const every = Math.ceil(bars.length / (width / 60));
     const drawn = bars.map((bar, index) => {
       let sum = 0;
@@ -64,7 +61,7 @@ export function stackedBars(title, getData, settings, onStep) {
           sum += value;
           return s("rect", {
             x,
-            width: Math.max(1, slot * 0.76),
+            width: bars.length > 100 ? slot + 0.5 : slot * 0.76, // many bars are an area, not a comb
             y: y(sum),
             height: Math.max(0, y(sum - value) - y(sum)),
             class: `fill-${number_ % COLORS}`,
@@ -72,7 +69,7 @@ export function stackedBars(title, getData, settings, onStep) {
         }),
         index % every
           ? null
-          : s("text", { x: x + slot * 0.38, y: HEIGHT - 6, "text-anchor": "middle", class: "mark" }, name),
+          : s("text", { x: x + slot * 0.38, y: HEIGHT - 6, "text-anchor": "middle", class: "mark" }, String(bar[0][0])),
       );
     });
     replace(svg, marks, drawn);
@@ -83,6 +80,104 @@ export function stackedBars(title, getData, settings, onStep) {
   }
   settings.add(draw);
   return { element: frame, draw };
+}
+
+const WIDTH = 460;
+const BINS = 12;
+
+/** The ends of the scale on which rewards are colored and drawn, the same wherever rewards of one size are. */
+export function rewardRange(rewards) {
+  const round = (size) => {
+    const power = 10 ** Math.floor(Math.log10(size));
+    return [1, 2, 5, 10].map((factor) => factor * power).find((one) => one >= size * (1 - 1e-9));
+  };
+  const [low, high] = [min([0, ...rewards]), max([1, ...rewards])];
+  return [low < 0 ? -round(-low) : 0, high > 1 ? round(high) : 1];
+}
+
+function picture(title, about, ...content) {
+  return h(
+    "figure",
+    { class: "card" },
+    h("figcaption", {}, h("span", { class: "title" }, title)),
+    h("div", { class: "legend" }, about),
+    s("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": plain(title) }, content),
+  );
+}
+
+/** How rewards are distributed over steps: the more of a step's samples, the darker. `steps`: as of samples.json. */
+export function rewardMap(steps, onStep) {
+  const [low, high] = rewardRange(steps.flatMap((one) => one.reward));
+  const [inner, tall] = [WIDTH - MARGIN.left - MARGIN.right, HEIGHT - MARGIN.top - MARGIN.bottom];
+  const slot = inner / steps.length;
+  const y = (reward) => MARGIN.top + (1 - (reward - low) / (high - low)) * tall;
+  const columns = steps.map((one, index) => {
+    const bins = new Array(BINS).fill(0);
+    for (const reward of one.reward) bins[Math.min(BINS - 1, Math.floor(((reward - low) / (high - low)) * BINS))] += 1;
+    return s(
+      "g",
+      { class: "bar", onclick: () => onStep(one.step) },
+      s("title", {}, `${t("step")} ${one.step}`),
+      bins.map((count, bin) =>
+        count
+          ? s("rect", {
+              x: MARGIN.left + index * slot,
+              width: slot + 0.3,
+              y: MARGIN.top + (1 - (bin + 1) / BINS) * tall,
+              height: tall / BINS + 0.3,
+              class: "fill-0",
+              opacity: (0.1 + 0.9 * (count / one.reward.length)).toFixed(2),
+            })
+          : null,
+      ),
+    );
+  });
+  const every = Math.ceil(steps.length / (WIDTH / 60));
+  const down = steps.map((one, index) => [MARGIN.left + (index + 0.5) * slot, one.step]).filter((_, index) => index % every === 0);
+  return picture(t("Distribution of rewards over steps"), "", axisMarks(WIDTH, ticks(low, high, 4), y, down), columns);
+}
+
+/** Reward against length of the samples of the first and the last steps. Each dot opens its sample. */
+export function rewardsByLength(steps, onSample) {
+  const few = Math.min(5, Math.ceil(steps.length / 2));
+  const parts = [steps.slice(0, few), steps.slice(-few)].slice(steps.length > 1 ? 0 : 1);
+  const all = parts.map((part, color) =>
+    part.flatMap((one) =>
+      one.reward.map((reward, at) => ({ reward, length: one.num_generated[at], step: one.step, index: one.index[at], color })),
+    ),
+  );
+  const dots = all.flat();
+  const [low, high] = rewardRange(dots.map((one) => one.reward));
+  const longest = max(dots.map((one) => one.length)) || 1;
+  const x = (length) => MARGIN.left + (length / longest) * (WIDTH - MARGIN.left - MARGIN.right);
+  const y = (reward) => MARGIN.top + (1 - (reward - low) / (high - low)) * (HEIGHT - MARGIN.top - MARGIN.bottom);
+  const legend = all.map((own, color) => {
+    const [first, last] = [parts[color][0].step, parts[color].at(-1).step];
+    const name = first === last ? `${t("step")} ${first}` : `${t("steps")} ${first}–${last}`;
+    return h("span", { class: `key line-${color}` }, `${name}: ${t("correlation")} ${number(correlation(own), 2)}`);
+  });
+  const down = ticks(0, longest, 5).map((length) => [x(length), length]);
+  return picture(
+    t("Reward against length"),
+    legend,
+    axisMarks(WIDTH, ticks(low, high, 4), y, down),
+    dots.map((one) =>
+      s(
+        "circle",
+        { cx: x(one.length), cy: y(one.reward), r: 3, class: `dot bar line-${one.color}`, opacity: 0.55, onclick: () => onSample(one) },
+        s("title", {}, `${t("step")} ${one.step}, ${t("reward")} ${number(one.reward, 4)}, ${one.length} ${t("tokens")}`),
+      ),
+    ),
+  );
+}
+
+/** Pearson's, of rewards and lengths; null where one of them does not vary. */
+function correlation(samples) {
+  const mean = (of) => samples.reduce((sum, one) => sum + of(one), 0) / samples.length;
+  const [reward, length] = [mean((one) => one.reward), mean((one) => one.length)];
+  const both = mean((one) => (one.reward - reward) * (one.length - length));
+  const spread = Math.sqrt(mean((one) => (one.reward - reward) ** 2) * mean((one) => (one.length - length) ** 2));
+  return spread > 1e-12 ? both / spread : null;
 }
 
 export function histogram(values, width = 320, height = 90) {

@@ -90,9 +90,7 @@ export function lineChart(title, getSeries, settings, onStep) {
     );
     replace(
       legend,
-      series.length > 1 || series[0].level
-        ? series.map((one, index) => h("span", { class: `key line-${one.color ?? index % COLORS}` }, plain(one.name)))
-        : [],
+      series.map((one, index) => h("span", { class: `key line-${one.color ?? index % COLORS}` }, plain(one.name))),
     );
   }
 
@@ -193,7 +191,9 @@ function scaleOf(series, width, range, isLog) {
       top + (isLog ? 0.5 : Math.abs(top) / 10 || 0.5),
     ];
   const space = isLog ? 0 : (top - bottom) * 0.04;
-  [bottom, top] = [bottom - space, top + space];
+  // No axis goes below 0 where nothing can.
+  const lowest = !isLog && values.every((value) => value >= 0) ? 0 : -Infinity;
+  [bottom, top] = [Math.max(lowest, bottom - space), top + space];
   const inner = width - MARGIN.left - MARGIN.right;
   const span = high - low || 1;
   const y = (value) => {
@@ -203,6 +203,7 @@ function scaleOf(series, width, range, isLog) {
   return {
     width,
     isLog,
+    isFraction: curves.every((one) => one.isFraction),
     domain: [low, high],
     bottom,
     top,
@@ -228,6 +229,17 @@ export function ticks(low, high, wanted) {
   return Array.from({ length: Math.floor(high / every + 1e-9) - first + 1 }, (_, index) => (first + index) * every);
 }
 
+/** Lines and numbers of two axes. `across`: values on the left one. `down`: places on the lower one, with their texts. */
+export function axisMarks(width, across, y, down, textOf = (value) => number(Number(value.toPrecision(6)), 4)) {
+  return [
+    across.map((value) => [
+      s("line", { x1: MARGIN.left, x2: width - MARGIN.right, y1: y(value), y2: y(value), class: "grid" }),
+      s("text", { x: MARGIN.left - 6, y: y(value) + 4, "text-anchor": "end", class: "mark" }, textOf(value)),
+    ]),
+    down.map(([x, text]) => s("text", { x, y: HEIGHT - 6, "text-anchor": "middle", class: "mark" }, String(text))),
+  ];
+}
+
 function axes(scale) {
   const { bottom, top, domain } = scale;
   let marks = ticks(bottom, top, 4);
@@ -235,22 +247,25 @@ function axes(scale) {
     marks = marks.filter(Number.isInteger).map((power) => 10 ** power);
     if (marks.length < 2) marks = ticks(10 ** bottom, 10 ** top, 4).filter((value) => value > 0);
   }
-  const across = marks
-    .map((value) => [value, scale.y(value)])
-    .map(([value, y]) => [
-      s("line", { x1: MARGIN.left, x2: scale.width - MARGIN.right, y1: y, y2: y, class: "grid" }),
-      s(
-        "text",
-        { x: MARGIN.left - 6, y: y + 4, "text-anchor": "end", class: "mark" },
-        number(Number(value.toPrecision(6)), 4),
-      ),
-    ]);
-  const down = ticks(domain[0], domain[1], Math.min(6, scale.width / 80))
-    .filter(Number.isInteger)
-    .map((step) =>
-      s("text", { x: scale.x(step), y: HEIGHT - 6, "text-anchor": "middle", class: "mark" }, String(step)),
-    );
-  return [across, down];
+  const down = ticks(domain[0], domain[1], Math.min(6, scale.width / 80)).filter(Number.isInteger);
+  return axisMarks(
+    scale.width,
+    marks,
+    scale.y,
+    down.map((step) => [scale.x(step), step]),
+    scale.isFraction ? (value) => `${number(100 * value, 3)} %` : undefined,
+  );
+}
+
+/** The points that can be told apart: of those above each other in a column of pixels the first, highest, lowest, last. */
+function thinned(points) {
+  const columns = new Map();
+  for (const point of points) {
+    const x = Math.floor(point[0]);
+    const [first, high, low] = columns.get(x) ?? [point, point, point];
+    columns.set(x, [first, point[1] < high[1] ? point : high, point[1] > low[1] ? point : low, point]);
+  }
+  return points.length <= 4 * columns.size ? points : [...columns.values()].flat();
 }
 
 function drawSeries(one, color, scale, reach) {
@@ -274,9 +289,7 @@ function drawSeries(one, color, scale, reach) {
     reach,
   );
   const path = (values) =>
-    values
-      .map((value, index) => [scale.x(points[index][0]), scale.y(value)])
-      .filter(([, y]) => y !== null)
+    thinned(values.map((value, index) => [scale.x(points[index][0]), scale.y(value)]).filter(([, y]) => y !== null))
       .map(([x, y], index) => `${index ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`)
       .join("");
   const raw = path(points.map(([, value]) => value));

@@ -60,6 +60,11 @@ export function plain(text) {
   return String(text ?? "").replace(HIDDEN, codeOf);
 }
 
+/** A line of a run's log without its time, level and logger. */
+export function messageOf(line) {
+  return line.replace(/^\S+ [A-Z]+ [\w.]+: /, "");
+}
+
 export function link(href, ...children) {
   return h("a", { href }, ...children);
 }

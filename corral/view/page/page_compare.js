@@ -5,13 +5,14 @@ import { get } from "./data.js";
 import { h, link, number, shown, table } from "./dom.js";
 import { t } from "./language.js";
 import { scores, stateChip } from "./page_runs.js";
-import { metricsOf, PANELS, seriesOf } from "./panels.js";
+import { mean, measured, metricsOf, namesOf, PANELS } from "./panels.js";
 
 export async function comparePage(list) {
   const ids = list.split(",").map(decodeURIComponent);
-  const runs = await Promise.all(ids.map((id) => get("run", id, "run.json")));
+  const load = (name) => Promise.all(ids.map((id) => get("run", id, `${name}.json`)));
+  const [runs, files] = await Promise.all([load("run"), load("metrics")]);
   const settings = chartSettings();
-  const all = runs.map(metricsOf);
+  const all = files.map(metricsOf);
   const window_ = h("input", {
     type: "range",
     min: 0,
@@ -22,21 +23,18 @@ export async function comparePage(list) {
   });
   const log = h("input", { type: "checkbox", onchange: () => settings.set({ log: log.checked }) });
 
-  // One metric in each chart, so that a color is a run.
-  const patterns = PANELS.flatMap(([title, own]) => own.slice(0, 1).map((pattern) => [title, [pattern]]));
-  const charts = patterns.map(
-    ([title, own]) =>
-      lineChart(
-        t(title),
-        () =>
-          all.flatMap((metrics, index) =>
-            seriesOf(metrics, own, `${ids[index]} `)
-              .slice(0, 1)
-              .map((one) => ({ ...one, name: ids[index], color: index % 8 })),
-          ),
-        settings,
-      ).element,
-  );
+  // One metric in each chart, the first that a run has, so that a color is a run.
+  const charts = PANELS.flatMap(([title, patterns]) => {
+    const [name] = all.flatMap((metrics) => namesOf(metrics, patterns));
+    if (!name) return [];
+    const series = () =>
+      all.flatMap((metrics, index) =>
+        metrics.columns.has(name)
+          ? [{ name: ids[index], steps: metrics.steps, values: metrics.columns.get(name), color: index % 8 }]
+          : [],
+      );
+    return [lineChart(`${t(title)}: ${name}`, series, settings).element];
+  });
   const rows = runs.map((run, index) => [
     h(
       "td",
@@ -47,8 +45,8 @@ export async function comparePage(list) {
     stateChip(run.state),
     `${run.step}${run.num_steps ? ` / ${run.num_steps}` : ""}`,
     scores(run),
-    number(mean(all[index], "time/step_s"), 3),
-    number(mean(all[index], "speed/tokens_per_s"), 3),
+    number(mean(measured(all[index], "time/step_s")), 3),
+    number(mean(measured(all[index], "speed/tokens_per_s")), 3),
   ]);
   return {
     title: t("Compare"),
@@ -59,8 +57,6 @@ export async function comparePage(list) {
         [t("Run"), t("State"), t("Steps"), t("Held-out score"), t("Seconds per step"), t("Tokens per second")],
         rows,
       ),
-      h("h2", {}, t("What differs in the recipes")),
-      differences(runs),
       h(
         "div",
         { class: "toolbar" },
@@ -69,6 +65,7 @@ export async function comparePage(list) {
         h("button", { type: "button", onclick: () => settings.set({ range: null }) }, t("Whole run")),
       ),
       h("div", { class: "charts" }, charts),
+      differences(runs),
     ],
     shown: settings.draw,
     leave: settings.leave,
@@ -76,23 +73,17 @@ export async function comparePage(list) {
   };
 }
 
-function mean(metrics, name) {
-  const values = (metrics.columns.get(name) ?? []).filter((value) => value !== null);
-  return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
-}
-
 function differences(runs) {
   const keys = [...new Set(runs.flatMap((run) => Object.keys(run.recipe)))].sort();
   const written = (run, key) => (key in run.recipe ? JSON.stringify(run.recipe[key]) : null);
   const differing = keys.filter((key) => key !== "name" && new Set(runs.map((run) => written(run, key))).size > 1);
-  if (!differing.length) return h("p", { class: "quiet" }, t("Nothing but the name."));
-  return table(
-    [t("Key"), ...runs.map((run) => shown(run.id))],
-    differing.map((key) => [
-      h("code", {}, shown(key)),
-      ...runs.map((run) =>
-        written(run, key) === null ? h("span", { class: "quiet" }, t("default")) : shown(written(run, key), 200),
-      ),
-    ]),
-  );
+  if (!differing.length) return h("p", { class: "quiet" }, t("The recipes differ in nothing but the name."));
+  const rows = differing.map((key) => [
+    h("code", {}, shown(key)),
+    ...runs.map((run) =>
+      written(run, key) === null ? h("span", { class: "quiet" }, t("default")) : shown(written(run, key), 200),
+    ),
+  ]);
+  const head = [t("Key"), ...runs.map((run) => shown(run.id))];
+  return h("details", {}, h("summary", {}, `${t("What differs in the recipes")} (${rows.length})`), table(head, rows));
 }

@@ -1,20 +1,21 @@
 // A run: curves, live while it is trained; its steps; recipe, plan, logs, ledger.
 
-import { stackedBars } from "./bars.js";
+import { rewardMap, rewardsByLength, stackedBars } from "./bars.js";
 import { chartSettings, lineChart } from "./chart.js";
 import { get, listen, stepName } from "./data.js";
-import { duration, h, link, number, plain, replace, shown, table } from "./dom.js";
+import { duration, h, link, messageOf, number, plain, replace, shown, table } from "./dom.js";
 import { t } from "./language.js";
 import { scores, stateChip } from "./page_runs.js";
-import { metricsOf, namesOf, PANELS, seriesOf, timesOf } from "./panels.js";
+import { constantsOf, healthOf, metricsOf, namesOf, PANELS, SECTIONS, seriesOf, timesOf } from "./panels.js";
 import { placementPicture } from "./placement.js";
 
 const TABS = ["curves", "steps", "recipe", "plan", "workers", "logs", "ledger"];
 const LOOK_EVERY_MS = 3000;
 
 export async function runPage(id, tab = "curves", more) {
-  let detail = await get("run", id, "run.json");
-  let metrics = metricsOf(detail);
+  const load = () => Promise.all([get("run", id, "run.json"), get("run", id, "metrics.json")]);
+  let [detail, file] = await load();
+  let metrics = metricsOf(file);
   const address = `#/run/${encodeURIComponent(id)}`;
   const settings = chartSettings();
   const head = h("div");
@@ -46,9 +47,11 @@ export async function runPage(id, tab = "curves", more) {
           .map((part, index) => [index ? " · " : "", shown(part)]),
       ),
       detail.problems.map((problem) => h("p", { class: "problem" }, shown(problem))),
-      detail.state === "failed" || detail.last_line
-        ? h("p", { class: detail.state === "failed" ? "problem" : "quiet small" }, shown(detail.last_line, 400))
-        : null,
+      lastWords(),
+      h("p", { class: "health" }, healthOf(metrics).map(([words, isWarning], index) => [
+        index ? "; " : "",
+        h("span", { class: isWarning ? "warning" : null }, words),
+      ])),
       h(
         "div",
         { class: "tabs" },
@@ -59,14 +62,27 @@ export async function runPage(id, tab = "curves", more) {
     );
   }
 
+  /** The last line of the log; of a failed run with the samples that it ended with. */
+  function lastWords() {
+    const hasFailed = detail.state === "failed";
+    if (!detail.last_line) return null;
+    const part = detail.parts.findLast(([, kind]) => kind === "failed") ?? detail.parts.at(-1);
+    return h(
+      "p",
+      { class: hasFailed ? "problem" : "quiet small", title: plain(detail.last_line) },
+      shown(messageOf(detail.last_line), 400),
+      hasFailed && part ? [" ", link(`${address}/step/${stepName(...part)}`, t("Its last samples"))] : null,
+    );
+  }
+
   const draw = {
-    curves: () => curves(() => metrics, settings, openStep),
+    curves: () => curves(id, () => metrics, settings, openStep, address),
     steps: () => steps(detail, metrics, address),
     recipe: () => text(detail.texts.recipe),
     plan: () => [placementPicture(detail.placement), text(detail.texts.plan)],
     workers: () => workers(id, detail, isServed, address),
     logs: () => logs(id, detail, more, address),
-    ledger: () => ledger(id, detail, more, address),
+    ledger: () => ledger(id, more, address),
   }[tab];
 
   function openStep(step) {
@@ -77,9 +93,9 @@ export async function runPage(id, tab = "curves", more) {
 
   function receive(news) {
     if (news.reset)
-      return get("run", id, "run.json").then((fresh) => {
-        detail = fresh;
-        metrics = metricsOf(fresh);
+      return load().then((fresh) => {
+        [detail, file] = fresh;
+        metrics = metricsOf(file);
         drawHead();
         if (tab === "curves") settings.draw();
       });
@@ -100,7 +116,7 @@ export async function runPage(id, tab = "curves", more) {
   drawHead();
   replace(body, await draw());
   const stop = isServed
-    ? listen(id, detail.position, receive, (isOn) => {
+    ? listen(id, file.position, receive, (isOn) => {
         live.hidden = !isOn || detail.state !== "running";
       })
     : () => {};
@@ -137,7 +153,7 @@ export async function runPage(id, tab = "curves", more) {
   };
 }
 
-function curves(getMetrics, settings, openStep) {
+function curves(id, getMetrics, settings, openStep, address) {
   const window_ = h("input", {
     type: "range",
     min: 0,
@@ -155,9 +171,23 @@ function curves(getMetrics, settings, openStep) {
     "data-filter": true,
     oninput: () => drawMore(),
   });
-  const panels = PANELS.map(
-    ([title, patterns]) => lineChart(t(title), () => seriesOf(getMetrics(), patterns), settings, openStep).element,
-  );
+  const sections = SECTIONS.map(([heading, panels]) => {
+    const charts = panels.map(
+      ([title, patterns]) => lineChart(t(title), () => seriesOf(getMetrics(), patterns), settings, openStep).element,
+    );
+    const section = h("section", {}, h("h2", {}, t(heading)), h("div", { class: "charts" }, charts));
+    settings.add(() => {
+      section.hidden = charts.every((chart) => chart.hidden);
+    });
+    return section;
+  });
+  const constants = h("p", { class: "quiet small" });
+  settings.add(() => {
+    const found = constantsOf(getMetrics()).map(([name, value]) => `${name} ${number(value, 4)}`);
+    replace(constants, found.length ? `${t("Always the same:")} ${found.join(", ")}` : "");
+  });
+  const rewards = h("section", {});
+  drawRewards(id, rewards, openStep, address);
   const times = stackedBars(
     t("Where the time of a step goes"),
     () => timesOf(getMetrics()),
@@ -207,16 +237,32 @@ function curves(getMetrics, settings, openStep) {
       filter,
     ),
     getMetrics().steps.length ? null : h("p", { class: "quiet" }, t("Nothing was measured yet.")),
-    h("div", { class: "charts" }, panels),
+    sections.slice(0, 1),
+    rewards,
+    sections.slice(1),
     h("div", { class: "charts" }, times),
+    constants,
     others,
   ];
+}
+
+/** What samples got for what they wrote, over the run. */
+async function drawRewards(id, section, openStep, address) {
+  const { steps } = await get("run", id, "samples.json").catch(() => ({ steps: [] }));
+  const rewarded = steps.filter((one) => one.reward.length);
+  if (!rewarded.length) return;
+  const box = h("div", { class: "charts" });
+  replace(section, h("h2", {}, t("Is it hacking the reward?")), box);
+  const openSample = ({ step, index }) => {
+    location.hash = `${address}/step/${step}/${index}`;
+  };
+  replace(box, rewardMap(rewarded, openStep), rewardsByLength(rewarded, openSample));
 }
 
 function steps(detail, metrics, address) {
   const value = (name, step) => metrics.columns.get(name)?.[metrics.steps.indexOf(step)];
   const rows = [...detail.parts].reverse().map(([step, part]) => {
-    const score = part ? [...metrics.columns.keys()].find((name) => name.startsWith(`${part}/mean@`)) : "reward/mean";
+    const score = part ? [...metrics.columns.keys()].find((name) => name.startsWith(`${part}/mean@`)) : detail.curve;
     return [
       link(`${address}/step/${stepName(step, part)}`, `${t("step")} ${step}`),
       part ? t(part) : t("training"),
@@ -227,7 +273,7 @@ function steps(detail, metrics, address) {
   });
   if (!rows.length)
     return h("p", { class: "quiet" }, t("This run has written no trajectories (logging.trajectories)."));
-  return table([t("Step"), "", t("Reward"), t("Length"), t("Entropy")], rows);
+  return table([t("Step"), "", detail.curve, t("Length"), t("Entropy")], rows);
 }
 
 function text(content) {
@@ -325,8 +371,9 @@ async function workers(id, detail, isServed, address) {
   return [list, isServed && isRunning ? h("div", { class: "toolbar" }, button) : null, stacks];
 }
 
-async function ledger(id, detail, prompt, address) {
-  if (!detail.ledger) return text("");
+async function ledger(id, prompt, address) {
+  const { dropped = {}, gaps = [], problems = [], clean, ...counts } = await get("run", id, "ledger.json");
+  if (clean === undefined && !problems.length) return text("");
   const field = h("input", {
     type: "number",
     min: 0,
@@ -344,7 +391,6 @@ async function ledger(id, detail, prompt, address) {
     event.preventDefault();
     location.hash = `${address}/ledger/${Number(field.value)}`;
   });
-  const { dropped = {}, gaps = [], problems = [], clean, ...counts } = detail.ledger;
   const rows = [
     ...Object.entries(counts),
     ...Object.entries(dropped).map(([reason, count]) => [`${t("dropped")}: ${reason}`, count]),

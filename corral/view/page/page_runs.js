@@ -2,7 +2,7 @@
 
 import { sparkline } from "./bars.js";
 import { get } from "./data.js";
-import { duration, h, link, number, shown, table } from "./dom.js";
+import { duration, h, link, messageOf, number, plain, shown, table } from "./dom.js";
 import { t } from "./language.js";
 
 const AGAIN_MS = 5000;
@@ -69,7 +69,9 @@ export async function runsPage() {
         "td",
         {},
         stateChip(run.state),
-        run.last_line ? h("div", { class: "quiet small cut", title: run.last_line }, shown(run.last_line, 120)) : null,
+        run.last_line
+          ? h("div", { class: "quiet small cut", title: plain(run.last_line) }, shown(messageOf(run.last_line), 120))
+          : null,
       ),
       h(
         "td",
@@ -112,10 +114,8 @@ export function stateChip(state) {
 }
 
 export function scores(run) {
-  // Rewards need not be fractions: as on the console, only what lies between 0 and 1 is a percentage.
-  const isFraction = [run.before, run.after].every(
-    (score) => !score || (score.kind === "score" && score.value >= 0 && score.value <= 1),
-  );
+  const isWithin = ({ value, min, max }) => [value, min ?? value, max ?? value].every((one) => one >= 0 && one <= 1);
+  const isFraction = [run.before, run.after].every((score) => !score || (score.kind === "score" && isWithin(score)));
   const text = (value, digits) =>
     isFraction && value !== null ? `${number(100 * value, digits)} %` : number(value, digits);
   if (!run.before) return h("span", { class: "quiet" }, "–");

@@ -1,18 +1,93 @@
-// A step: its groups as rows of samples, the distribution of rewards, filters.
+// A step: its groups as rows of samples, its pairs or its rows; the distribution of what they got; filters.
 
-import { histogram } from "./bars.js";
+import { histogram, rewardRange } from "./bars.js";
 import { get, getKept } from "./data.js";
 import { h, link, number, plain, replace, shown, table } from "./dom.js";
 import { t } from "./language.js";
 
 const AT_ONCE = 200;
 const WORDS = 90; // characters of a reply's beginning and of its end
-const SORTS = {
-  prompt: (group) => group.id,
-  "mean reward": (group) => -(group.mean ?? -Infinity),
-  "spread of rewards": (group) => -group.spread,
-  "longest sample": (group) => -Math.max(...group.samples.map(lengthOf)),
+const MOST_RATIOS = 10;
+const ROUNDING = 1e-3; // of ratios: what is nearer to 1 says nothing
+
+/** What is shown of a step: samples in groups; pairs of answers (dpo, ipo, simpo); or answers of rows (sft). `value` is
+ * what a group is sorted and counted by. */
+const KINDS = {
+  groups: {
+    nouns: ["samples", "groups"],
+    value: (group) => group.mean,
+    title: "Distribution of rewards",
+    values: (groups) => rewardsOf(groups.flatMap((group) => group.samples)),
+    facts: (groups, samples) => [
+      ["mean reward", number(meanOf(rewardsOf(samples)), 4)],
+      ["zero-variance groups", groups.filter((group) => group.samples.length > 1 && group.spread === 0).length],
+      ["errors", samples.filter((one) => one.error).length],
+    ],
+    sorts: {
+      prompt: (group) => group.id,
+      "mean reward": (group) => -(group.mean ?? -Infinity),
+      "spread of rewards": (group) => -group.spread,
+      "longest sample": (group) => -Math.max(...group.samples.map(lengthOf)),
+      "slowest sample": (group) => -Math.max(...group.samples.map(secondsOf)),
+      "largest ratio": (group) => -Math.max(...group.samples.map(driftOf)),
+    },
+  },
+  pairs: {
+    nouns: ["answers", "pairs"],
+    value: marginOf,
+    title: "Distribution of margins",
+    values: (groups) => groups.map(marginOf).filter((value) => value !== null),
+    facts: (groups, samples) => {
+      const margins = groups.map(marginOf).filter((value) => value !== null);
+      const reward = (isChosen) => meanOf(rewardsOf(samples.filter((one) => one.is_chosen === isChosen)));
+      return [
+        ["accuracy", number(meanOf(margins.map((margin) => (Math.sign(margin) + 1) / 2)), 3)],
+        ["mean margin", number(meanOf(margins), 4)],
+        ["implicit reward of the chosen", number(reward(true), 4)],
+        ["implicit reward of the rejected", number(reward(false), 4)],
+      ];
+    },
+    sorts: { prompt: (group) => group.id, "smallest margin": (group) => marginOf(group) ?? Infinity },
+  },
+  rows: {
+    nouns: ["rows", ""],
+    value: (group) => lossOf(group.samples[0]),
+    title: "Distribution of losses per token",
+    values: (groups) => groups.map((group) => lossOf(group.samples[0])).filter((value) => value !== null),
+    facts: (groups, samples) => {
+      const known = samples.filter((one) => lossOf(one) !== null);
+      const sum = (of) => known.reduce((total, one) => total + of(one), 0);
+      const loss = known.length ? -sum((one) => one.trained_logprob) / sum(lengthOf) : null;
+      return [["trained tokens", samples.reduce((total, one) => total + lengthOf(one), 0)], ["loss per token", number(loss, 4)]];
+    },
+    sorts: { prompt: (group) => group.id, "largest loss": (group) => -(lossOf(group.samples[0]) ?? -Infinity) },
+  },
 };
+
+function kindOf(samples) {
+  if (samples.some((one) => typeof one.is_chosen === "boolean")) return "pairs";
+  const isOfRows = samples.every((one) => one.reward === null && !one.error && !one.left_out && one.num_turns === 0);
+  return isOfRows && samples.length ? "rows" : "groups";
+}
+
+/** By how much the chosen answer's implicit reward is above the other one's; null: nothing was trained on them. */
+function marginOf(group) {
+  const known = group.samples.filter((one) => typeof one.trained_logprob === "number"); // not in earlier releases
+  const [chosen, rejected] = [true, false].map((which) => known.find((one) => one.is_chosen === which));
+  return chosen && rejected ? chosen.reward - rejected.reward : null;
+}
+
+function lossOf(sample) {
+  return typeof sample.trained_logprob === "number" ? -sample.trained_logprob / lengthOf(sample) : null;
+}
+
+function secondsOf(sample) {
+  return (sample.total_generate_s ?? 0) + (sample.total_environment_s ?? 0);
+}
+
+function driftOf(sample) {
+  return typeof sample.worst_ratio === "number" ? Math.abs(Math.log(sample.worst_ratio)) : 0;
+}
 
 export function lengthOf(sample) {
   return sample.num_generated ?? sample.num_response_tokens ?? 0;
@@ -26,10 +101,12 @@ export async function stepPage(id, name) {
   const address = `#/run/${encodeURIComponent(id)}`;
   const here = `${address}/step/${name}`;
   const { controls, matches, onChange } = filters(trajectories);
+  const kind = kindOf(trajectories);
+  const { nouns, value, title, values, facts, sorts } = KINDS[kind];
   const sort = h(
     "select",
     { "aria-label": t("Sort by"), onchange: draw },
-    Object.keys(SORTS).map((one) => h("option", { value: one }, t(one))),
+    Object.keys(sorts).map((one) => h("option", { value: one }, t(one))),
   );
   const asList = h("input", { type: "checkbox", onchange: draw });
   const body = h("div");
@@ -37,29 +114,24 @@ export async function stepPage(id, name) {
 
   function draw() {
     const kept = trajectories.filter(matches);
-    const rewards = rewardsOf(kept);
-    const groups = groupsOf(kept).sort((one, other) => SORTS[sort.value](one) - SORTS[sort.value](other));
+    const groups = groupsOf(kept).sort((one, other) => sorts[sort.value](one) - sorts[sort.value](other));
+    const numbers = values(groups);
     const content = asList.checked
       ? listOf(groups.flatMap((group) => group.samples).slice(0, most), here)
-      : groupTable(groups.slice(0, most), here, address, detail);
+      : groupTable(kind, groups.slice(0, most), here, value, rewardsOf(trajectories));
     const left = (asList.checked ? kept.length : groups.length) - most;
     replace(
       body,
       h(
         "div",
         { class: "facts" },
-        fact(t("samples"), kept.length),
-        fact(t("groups"), groups.length),
-        fact(t("mean reward"), number(meanOf(rewards), 4)),
-        fact(
-          t("zero-variance groups"),
-          groups.filter((group) => group.samples.length > 1 && group.spread === 0).length,
-        ),
-        fact(t("errors"), kept.filter((one) => one.error).length),
-        rewards.length
-          ? h("div", {}, h("div", { class: "quiet small" }, t("Distribution of rewards")), histogram(rewards))
-          : null,
+        fact(t(nouns[0]), kept.length),
+        kind === "rows" ? null : fact(t(nouns[1]), groups.length),
+        facts(groups, kept).map(([name, number_]) => fact(t(name), number_)),
+        slowest(kept, here),
+        numbers.length ? h("div", {}, h("div", { class: "quiet small" }, t(title)), histogram(numbers)) : null,
       ),
+      worstRatios(kept, here),
       content,
       left > 0
         ? h(
@@ -192,15 +264,48 @@ function meanOf(values) {
 }
 
 function fact(name, value) {
-  return h("div", {}, h("div", { class: "quiet small" }, name), h("strong", {}, String(value)));
+  return h("div", {}, h("div", { class: "quiet small" }, name), h("strong", {}, value));
 }
 
-/** Samples as cells that link to them, colored by where their reward is among `rewards`. */
-export function sampleCells(samples, hrefOf, rewards, current, labelOf = (one) => number(one.reward, 3)) {
-  const [low, high] = rewards.reduce(
-    ([least, most], reward) => [Math.min(least, reward), Math.max(most, reward)],
-    [Infinity, -Infinity],
+/** How long samples took, of which the slowest one holds up the step. */
+function slowest(samples, here) {
+  return ["generate_s", "environment_s"].map((name) => {
+    const seconds = (one) => one[`total_${name}`] ?? 0;
+    const sorted = [...samples].sort((one, other) => seconds(one) - seconds(other));
+    const last = sorted.at(-1);
+    if (!last || !seconds(last)) return null;
+    const median = number(seconds(sorted[Math.floor(sorted.length / 2)]), 3);
+    return fact(`${t(name)}: ${t("median, slowest")}`, [
+      `${median} s, `,
+      link(`${here}/${last.index}`, `${number(seconds(last), 3)} s`),
+    ]);
+  });
+}
+
+/** The tokens at which the policy was farthest from the one that sampled them, the worst of each sample. */
+function worstRatios(samples, here) {
+  const worst = samples.filter((one) => driftOf(one) > ROUNDING).sort((one, other) => driftOf(other) - driftOf(one)).slice(0, MOST_RATIOS);
+  if (!worst.length) return null;
+  return h(
+    "details",
+    {},
+    h("summary", {}, `${t("Tokens with the largest ratio")}: ${number(worst[0].worst_ratio, 3)} …`),
+    table(
+      [t("ratio trainer / engine"), t("token"), t("position in the reply"), t("prompt"), t("sample")],
+      worst.map((one) => [
+        number(one.worst_ratio, 4),
+        h("span", { class: "quoted" }, shown(JSON.stringify(one.worst_ratio_text ?? ""), 60)),
+        link(`${here}/${one.index}/conversation/${one.num_prompt_tokens + one.worst_ratio_at}`, String(one.worst_ratio_at)),
+        String(one.prompt_id),
+        String(one.sample),
+      ]),
+    ),
   );
+}
+
+/** Samples as cells that link to them. Their colors are on the scale of `rewards`, all of the step. */
+export function sampleCells(samples, hrefOf, rewards, current, labelOf = (one) => number(one.reward, 3)) {
+  const [low, high] = rewardRange(rewards);
   return h(
     "div",
     { class: "samples" },
@@ -226,7 +331,7 @@ export function sampleCells(samples, hrefOf, rewards, current, labelOf = (one) =
       );
       cell.style.setProperty(
         "--place",
-        `${Math.round(100 * (typeof one.reward === "number" && high > low ? (one.reward - low) / (high - low) : 0.5))}%`,
+        `${Math.round(100 * (typeof one.reward === "number" ? (one.reward - low) / (high - low) : 0.5))}%`,
       );
       return cell;
     }),
@@ -237,29 +342,42 @@ export function rewardsOf(samples) {
   return samples.map((one) => one.reward).filter((reward) => typeof reward === "number");
 }
 
-function groupTable(groups, here, address, detail) {
-  const rewards = rewardsOf(groups.flatMap((group) => group.samples));
-  const isTraining = !here.includes(".");
+function groupTable(kind, groups, here, value, rewards) {
+  const address = (one) => `${here}/${one.index}`;
+  const words = (one, label) => h("div", { class: "small words" }, link(address(one), label), " ", wordsOf(one));
+  const shownOf = {
+    groups: (group) => [
+      sampleCells(group.samples, address, rewards),
+      group.ends.map((one) => words(one, number(one.reward, 3))),
+      group.samples
+        .filter((one) => one.error)
+        .slice(0, 1)
+        .map((one) => h("div", { class: "small problem" }, shown(one.error, 200))),
+    ],
+    pairs: (group) =>
+      group.samples.map((one) => words(one, `${t(one.is_chosen ? "chosen" : "rejected")} ${number(one.reward, 3)}`)),
+    rows: (group) => group.samples.map((one) => words(one, `${lengthOf(one)} ${t("tokens")}`)),
+  }[kind];
+  const head = {
+    groups: ["mean reward", "question, samples, best and worst reply"],
+    pairs: ["margin", "question, chosen and rejected answer"],
+    rows: ["loss per token", "question and trained answer"],
+  }[kind];
   return table(
-    [t("prompt"), t("mean reward"), t("question, samples, best and worst reply")],
+    [t("prompt"), ...head.map(t)],
     groups.map((group) => [
-      isTraining && detail.ledger ? link(`${address}/ledger/${group.id}`, String(group.id)) : String(group.id),
+      link(`${address(group.samples[0])}${group.samples.length > 1 ? "/tree" : ""}`, String(group.id)),
       h(
         "td",
         {},
-        number(group.mean, 3),
-        group.samples.length > 1 && group.spread === 0 ? h("div", { class: "quiet small" }, t("zero variance")) : null,
+        number(value(group), 3),
+        kind === "groups" && group.samples.length > 1 && group.spread === 0
+          ? h("div", { class: "quiet small" }, t("zero variance"))
+          : null,
       ),
-      h(
-        "td",
-        {},
-        askedOf(group.samples[0]),
-        sampleCells(group.samples, (one) => `${here}/${one.index}`, rewards),
-        group.ends.map((one) =>
-          h("div", { class: "small words" }, link(`${here}/${one.index}`, number(one.reward, 3)), " ", wordsOf(one)),
-        ),
-      ),
+      h("td", { class: "broad" }, askedOf(group.samples[0]), shownOf(group)),
     ]),
+    { class: "groups" },
   );
 }
 

@@ -22,8 +22,15 @@ const VIEWS = { conversation: "conversation", tree: "tree", beside: "side by sid
 const COLUMN = "corral-column";
 const SHORT_START = 40;
 const SHORT_END = 20;
+// Where a message begins in the chat templates of ChatML, Llama, Gemma, Phi, gpt-oss, Mistral and DeepSeek, and what ends one.
+const OPENS =
+  /<\|(?:im_)?start\|>(\w+)(?:\n|(?:<\|channel\|>\w+)?<\|message\|>)|<\|start_header_id\|>(\w+)<\|end_header_id\|>|<start_of_turn>(\w+)\n|<\|(system|user|assistant|tool|observation)\|>|(\[\/?INST\])|<[|｜](User|Assistant)[|｜]>/g;
+const ENDS =
+  /<\|(?:im_end|end|eot_id|eom_id|end_of_text|endoftext|begin_of_text|return|call)\|>|<end_of_turn>|<\/?s>|<[be]os>|<[|｜](?:begin|end)▁of▁sentence[|｜]>/g;
+const ROLES = { "[INST]": "user", "[/INST]": "assistant", model: "assistant", User: "user", Assistant: "assistant" };
 
 export async function trajectoryPage(id, name, index, view = "conversation", other) {
+  // The last part of the address: in the conversation a token, side by side the other sample.
   const load = (at) => getKept("run", id, "step", name, `${at}.json`);
   const [record, { trajectories }] = await Promise.all([load(index), getKept("run", id, "step", `${name}.json`)]);
   const group = trajectories.filter((one) => one.prompt_id !== undefined && one.prompt_id === record.prompt_id);
@@ -72,13 +79,14 @@ export async function trajectoryPage(id, name, index, view = "conversation", oth
     replace(
       body,
       {
-        conversation: () => conversation(record, own, color),
-        tree: () => tree(all, color, here),
+        conversation: () => h("div", { class: "beside" }, rendered(record), h("div", {}, conversation(record, own, color))),
+        tree: () => tree(all, color, here, rewards),
         beside: () => beside(all, color, group, here, index),
       }[view](),
     );
   }
 
+  const rewards = rewardsOf(trajectories);
   const drawn = framesOf(record);
   let current = -1;
   function point(span) {
@@ -107,6 +115,7 @@ export async function trajectoryPage(id, name, index, view = "conversation", oth
   };
   draw();
   const [step, part] = name.split(".");
+  const pointed = view === "conversation" && other ? body.querySelector(`[data-token="${other}"]`) : null;
   return {
     title: `${id} · ${name} · ${index}`,
     trail: [
@@ -120,7 +129,7 @@ export async function trajectoryPage(id, name, index, view = "conversation", oth
         ? sampleCells(
             group,
             (one) => `${here}/${one.index}${view === "conversation" ? "" : `/${view}`}`,
-            rewardsOf(group),
+            rewards,
             Number(index),
           )
         : null,
@@ -148,6 +157,11 @@ export async function trajectoryPage(id, name, index, view = "conversation", oth
       view === "conversation" ? drawn.element : null,
       body,
     ],
+    shown: () => {
+      if (!pointed) return;
+      point(pointed);
+      pointed.scrollIntoView({ block: "center" });
+    },
     keys: {
       ...(drawn.element
         ? { ".": ["next state", () => drawn.move(1)], ",": ["state before", () => drawn.move(-1)] }
@@ -192,8 +206,10 @@ function facts(record, tokens, address, part) {
     part || record.prompt_id === undefined
       ? String(record.prompt_id ?? "–")
       : link(`${address}/ledger/${record.prompt_id}`, String(record.prompt_id));
+  const isPair = typeof record.is_chosen === "boolean";
   const entries = [
-    [t("reward"), number(record.reward, 5)],
+    isPair ? [t("answer"), t(record.is_chosen ? "chosen" : "rejected")] : null,
+    [t(isPair ? "implicit reward" : "reward"), number(record.reward, 5)],
     ...named,
     [t("prompt"), prompt],
     [t("row"), String(record.row ?? "–")],
@@ -206,7 +222,7 @@ function facts(record, tokens, address, part) {
     h(
       "div",
       { class: "facts" },
-      entries.map(([name, value]) => h("div", {}, h("div", { class: "quiet small" }, name), h("strong", {}, value))),
+      entries.filter(Boolean).map(([name, value]) => h("div", {}, h("div", { class: "quiet small" }, name), h("strong", {}, value))),
     ),
     record.question || typeof record.answer === "string" ? h("div", { class: "card" }, askedOf(record, 1000)) : null,
     record.left_out ? h("p", { class: "warning" }, shown(record.left_out)) : null,
@@ -239,6 +255,41 @@ function framesOf(record) {
   const button = (text, by, title) => h("button", { type: "button", title, onclick: () => move(by) }, text);
   const controls = [button("◀", -1, t("state before")), range, button("▶", 1, t("next state")), label];
   return { element: h("div", { class: "card frames" }, h("div", { class: "toolbar" }, controls), canvas), move };
+}
+
+/** What was said, as a reader sees it: by roles, without special tokens, code in its own blocks. */
+function rendered({ prompt = "", response = "" }) {
+  const text = prompt + response;
+  const found = [...text.matchAll(OPENS)];
+  const messages = found.length
+    ? [
+        ["", text.slice(0, found[0].index)],
+        ...found.map((match, at) => {
+          const role = match.slice(1).find(Boolean);
+          return [ROLES[role] ?? role, text.slice(match.index + match[0].length, found[at + 1]?.index)];
+        }),
+      ]
+    : [
+        ["prompt", prompt],
+        ["reply", response],
+      ];
+  return h(
+    "div",
+    {},
+    messages
+      .map(([role, content]) => [role, content.replace(ENDS, "").trim()])
+      .filter(([role, content]) => role || content)
+      .map(([role, content]) =>
+        h(
+          "div",
+          { class: `said ${role === "assistant" || role === "reply" ? "reply-side" : ""}` },
+          h("div", { class: "who" }, t(role)),
+          content
+            .split(/```\w*\n([\s\S]*?)```/)
+            .map((part, at) => (at % 2 ? h("pre", {}, shown(part)) : h("div", { class: "plain-text" }, shown(part)))),
+        ),
+      ),
+  );
 }
 
 function conversation(record, tokens, color) {
@@ -280,7 +331,7 @@ function conversation(record, tokens, color) {
   });
 }
 
-function tree(all, color, here) {
+function tree(all, color, here, rewards) {
   const node = ({ tokens, ended, children }) =>
     h(
       "div",
@@ -307,7 +358,7 @@ function tree(all, color, here) {
   function leaves(ended) {
     const label = (one) => `${t("sample")} ${one.sample}: ${number(one.reward, 3)}`;
     const samples = ended.map((one) => one.sample);
-    return sampleCells(samples, (one) => `${here}/${one.index}`, rewardsOf(all.map((one) => one.sample)), null, label);
+    return sampleCells(samples, (one) => `${here}/${one.index}`, rewards, null, label);
   }
 
   // Which sample a node's numbers are of: the first that goes through it, as in `treeOf`.

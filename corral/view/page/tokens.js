@@ -1,11 +1,13 @@
 // Tokens with their numbers: which columns a trajectory has, colors for them, and spans with values.
 
+import { rewardRange } from "./bars.js";
 import { h, number, plain, shown } from "./dom.js";
 import { t } from "./language.js";
 
 const NAMES = {
   logprobs: "log-prob in the engine",
   old_logprobs: "log-prob in the trainer",
+  trained_logprobs: "log-prob when it was trained on",
   ratio: "ratio trainer / engine",
   advantages: "advantage",
   entropies: "entropy",
@@ -28,6 +30,8 @@ const PALETTE = [
   [100, 116, 139],
 ];
 const AT_ONCE = 4000;
+const RATIOS = ["ratio", "correction"];
+const FULL = { logprobs: 5, entropies: 4, advantages: 2 }; // what has the full color; other columns go by their size
 
 /** One entry for each token of prompt and reply: its text, id and values, and whether it was generated. */
 export function tokensOf(record) {
@@ -63,10 +67,11 @@ function columnsOf(record, numPrompt, numReply) {
         own.map((value) => value ?? NaN),
       );
   }
-  if (columns.has("old_logprobs") && columns.has("logprobs"))
+  const trained = columns.get("trained_logprobs") ?? columns.get("old_logprobs");
+  if (trained && columns.has("logprobs"))
     columns.set(
       "ratio",
-      columns.get("old_logprobs").map((value, index) => Math.exp(value - columns.get("logprobs")[index])),
+      trained.map((value, index) => Math.exp(value - columns.get("logprobs")[index])),
     );
   const order = Object.keys(NAMES);
   return new Map(
@@ -82,7 +87,7 @@ export function nameOf(column) {
   return NAMES[column] ? t(NAMES[column]) : plain(column);
 }
 
-/** A function from a token to a color, with its legend: [[color, text], ...]. The same scale for all `tokens`. */
+/** A function from a token to a color, with its legend: [[color, text], ...]. Scales are the same in every view. */
 export function colorsFor(column, tokens) {
   const values = tokens
     .filter((token) => token.isGenerated)
@@ -111,30 +116,20 @@ export function colorsFor(column, tokens) {
         .map((version, index) => [paint(PALETTE[index % PALETTE.length], 0.6), String(version)]),
     };
   }
-  const most =
-    values.reduce((largest, value) => Math.max(largest, Math.abs(column === "ratio" ? Math.log(value) : value)), 0) ||
-    1;
-  if (column === "advantages" || column === "ratio") {
-    const size = column === "ratio" ? (value) => Math.log(value) / most : (value) => value / most;
-    const ends = column === "ratio" ? [Math.exp(-most), 1, Math.exp(most)] : [-most, 0, most];
+  const isRatio = RATIOS.includes(column);
+  const most = isRatio ? Math.log(2) : (FULL[column.replace(/^.*logprobs$/, "logprobs")] ?? rewardRange(values.map(Math.abs))[1]);
+  if (isRatio || ["advantages", "values", "returns"].includes(column)) {
+    const size = (value) => (isRatio ? Math.log(value) : value) / most;
+    const ends = isRatio ? [0.5, 1, 2] : [-most, 0, most];
     return {
       color: valued((value) => paint(size(value) < 0 ? ORANGE : BLUE, Math.abs(size(value)))),
-      legend: [
-        [paint(ORANGE, 1), number(ends[0], 3)],
-        ["", number(ends[1], 3)],
-        [paint(BLUE, 1), number(ends[2], 3)],
-      ],
+      legend: [[paint(ORANGE, 1), `≤ ${ends[0]}`], ["", String(ends[1])], [paint(BLUE, 1), `≥ ${ends[2]}`]],
     };
   }
-  const end = column.includes("logprob") ? Math.min(most, 8) : most;
-  const last = values.some((value) => value < 0) ? -end : end;
+  const sign = column.includes("logprob") ? -1 : 1;
   return {
-    color: valued((value) => paint(RED, Math.abs(value) / end)),
-    legend: [
-      ["", "0"],
-      [paint(RED, 0.5), number(last / 2, 3)],
-      [paint(RED, 1), number(last, 3)],
-    ],
+    color: valued((value) => paint(RED, Math.abs(value) / most)),
+    legend: [["", "0"], [paint(RED, 0.5), String((sign * most) / 2)], [paint(RED, 1), `${sign < 0 ? "≤" : "≥"} ${sign * most}`]],
   };
 }
 
