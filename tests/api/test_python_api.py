@@ -101,6 +101,21 @@ def test_a_lambda_for_the_reward_and_another_for_the_loss_are_two_objects(tmp_pa
     assert run.metrics["samples/errors"].to_pylist() == [0, 0]
 
 
+def test_a_list_of_rewards_is_their_weighted_sum_and_one_may_be_for_trl(tmp_path: Path, tiny_model: Path) -> None:
+    def lengths(completions: list[str], prompts: list[str], solution: list[int], **columns: Any) -> list[float]:
+        assert [f"{number} + 1 =" for number in solution] == prompts
+        return [float(length(one)) for one in completions]
+
+    values = recipe(tmp_path, tiny_model, environment={"reward": {"name": "math", "options": {"right": 2}}})
+    rows = [{"prompt": f"{number} + 1 =", "solution": number} for number in range(8)]
+    run = corral.train(values, reward=[lengths, (length, 0.5), (lambda response: 1.0, 2)], data=rows, quiet=True)
+    for record in run.trajectories():
+        parts = record["rewards"]
+        assert parts == {"lengths": parts["length"], "length": parts["length"], "reward_3": 1.0}
+        assert record["reward"] == 1.5 * parts["length"] + 2
+    assert run.metrics["samples/errors"].to_pylist() == [0, 0]
+
+
 class Echo(corral.Env):
     async def reset(self, row: Any, seed: int) -> Any:
         return row.prompt
@@ -218,8 +233,9 @@ def test_ctrl_c_in_a_notebook_asks_and_the_next_one_ends_it_at_once(can_ask: boo
 
 def test_a_cluster_takes_only_what_it_can_import(tmp_path: Path, tiny_model: Path) -> None:
     values = recipe(tmp_path, tiny_model, cluster={"devices_per_node": 2})
-    with pytest.raises(corral.UserError, match="cannot be imported by the workers of a cluster"):
-        corral.train(values, reward=lambda response: 0.0, data=ROWS)
+    for reward in (lambda response: 0.0, [length, (lambda response: 0.0, 2.0)]):
+        with pytest.raises(corral.UserError, match="cannot be imported by the workers of a cluster"):
+            corral.train(values, reward=reward, data=ROWS)
 
 
 @pytest.mark.slow
