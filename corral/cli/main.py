@@ -140,7 +140,9 @@ def plan(
 def evaluate(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    model: Annotated[str | None, typer.Option(help="A checkpoint or any other model, instead of the recipe's.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A checkpoint, a run's folder, or any other model, instead of the recipe's.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Score a model on the recipe's held-out questions, in the same environment."""
@@ -156,15 +158,16 @@ def evaluate(
 
 @app.command(epilog=examples("corral export runs/my-run/checkpoints/step_000040 my-model --dtype bfloat16"))
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder.")],
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's: its newest checkpoint.")],
     out: Annotated[Path, typer.Argument(help="The folder to write; must not exist.")],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto keeps the model's.")] = "auto",
     merge: Annotated[bool, typer.Option("--merge", help="Merge LoRA adapters into their base model.")] = False,
 ) -> None:
     """Write a checkpoint's model and tokenizer, without optimizer state, for transformers, vLLM and others."""
     from corral.model.lora import AdapterFolder
-    from corral.training.checkpoint import export_model
+    from corral.training.checkpoint import export_model, find_model
 
+    checkpoint = Path(find_model(str(checkpoint)))
     export_model(checkpoint, out, dtype, merge)
     print(f"wrote {out}")
     adapter = AdapterFolder.find(str(checkpoint))
@@ -191,8 +194,9 @@ def serve(
     """Serve a model over HTTP: the OpenAI API, and tokens in, tokens out, as vLLM has it."""
     from corral.http_server import token_for
     from corral.recipe.schema import Model
-    from corral.rollout.engine_server import find_model, load_served_model
+    from corral.rollout.engine_server import load_served_model
     from corral.rollout.engine_server import serve as run_server
+    from corral.training.checkpoint import find_model
 
     token = token_for(host, token_file, insecure)
     if dtype not in ("auto", "float32", "bfloat16", "float16"):

@@ -47,7 +47,7 @@ from corral.recipe.schema import Recipe
 from corral.runtime.group import WorkerLost
 from corral.runtime.local_debugger import Debugging
 from corral.runtime.presence import announce
-from corral.training.checkpoint import find_checkpoint, read_state, step_folder
+from corral.training.checkpoint import find_checkpoint, find_model, read_state, step_folder
 
 CLOSE_TIMEOUT_S = 5.0
 
@@ -143,6 +143,7 @@ def report_finished(checkpoint: Path, folder: RunFolder, recipe: Recipe, recipe_
 
 def evaluate(recipe: Recipe, model_path: str | None, console: Console) -> dict[str, float]:
     """Validates any model on a recipe's held-out prompts, and prints the result."""
+    model_path = None if model_path is None else find_model(model_path)
 
     async def evaluate_once() -> dict[str, float]:
         async with open_rollout_components(recipe, console, model_path) as parts:

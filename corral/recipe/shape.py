@@ -107,7 +107,9 @@ class ModelShape:
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
-            raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+            checkpoints = sorted(file.parent.glob("checkpoints/step_*"))
+            hint = f"; {path} is a run, so name its checkpoint {checkpoints[-1]}" if checkpoints else ""
+            raise UserError(f"{file}: cannot be read: {error.strerror}{hint}") from None
         except (ValueError, RecursionError) as error:
             raise UserError(f"{file}: is not valid JSON: {error}") from None
         if not isinstance(config, dict):

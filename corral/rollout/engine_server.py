@@ -19,7 +19,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corral.data.images import images_by_id
@@ -62,7 +61,6 @@ from corral.rollout.openai_api import (
     finish_name,
     parse,
 )
-from corral.training.checkpoint import find_checkpoint
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
@@ -317,17 +315,6 @@ class EngineService:
 
 
 # --- the server
-
-
-def find_model(path: str) -> str:
-    """The model that a path means: of a run's folder, its newest checkpoint."""
-    checkpoints = Path(path).expanduser() / "checkpoints"
-    if not checkpoints.is_dir():
-        return path
-    newest = find_checkpoint(checkpoints, "auto")
-    if newest is None:
-        raise UserError(f"{path} has no checkpoint that is whole")
-    return str(newest)
 
 
 def load_served_model(spec: Model, max_length: int, max_sequences: int | None) -> ServedModel:

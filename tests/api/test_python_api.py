@@ -270,6 +270,8 @@ def test_a_checkpoint_is_evaluated(tmp_path: Path, tiny_model: Path) -> None:
     values["data"] = {**values["data"], "train": {"path": "arithmetic:addition"}}
     metrics = corral.evaluate(values, run.checkpoint, reward=length, validation=rows)
     assert metrics["validation/mean@1"] in (0.0, 1.0, 2.0)
+    of_run = corral.evaluate(values, run.folder, reward=length, validation=rows)
+    assert of_run["validation/mean@1"] == metrics["validation/mean@1"]
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from corral.model.model_loading import load_tokenizer
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Model
 from corral.rollout.engine import Completion, FinishReason
-from corral.rollout.engine_server import EngineService, find_model, load_served_model, make_app
+from corral.rollout.engine_server import EngineService, load_served_model, make_app
 from corral.rollout.openai_api import (
     ChatBody,
     ChatWriter,
@@ -41,6 +41,7 @@ from corral.rollout.openai_api import (
     TokensSampling,
     parse,
 )
+from corral.training.checkpoint import find_model
 
 MESSAGES: Any = [{"role": "user", "content": "What is 2 + 3?"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
