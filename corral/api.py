@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from corral.data.plugins import is_importable, name_object
+from corral.data.plugins import did_you_mean, is_importable, name_object
 from corral.model.families import checked_plan
 from corral.observe.console import Console
 from corral.observe.run_folder import latest_recipe
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 Answer = TypeVar("Answer")
+KEYWORDS = ("reward", "environment", "loss", "advantage")
 LOOK_EVERY_S = 0.5
 """How often the thread of a notebook looks for Ctrl-C while a run is in another one: a signal need not wake it."""
 RecipeSource = str | Path | Mapping[str, Any] | Recipe
@@ -189,6 +190,10 @@ class Run:
 def _load(recipe: RecipeSource, overrides: Mapping[str, Any], objects: Mapping[str, Any]) -> Recipe:
     document = _document(recipe)
     changes = dict(_flat(overrides))
+    for path, value in changes.items():
+        if any(map(callable, value if isinstance(value, list) else [value])):
+            near = did_you_mean(path[0], KEYWORDS)
+            raise UserError(f"{dotted(path)}: functions and classes are given as {', '.join(KEYWORDS)}{near}")
     named: dict[KeyPath, Any] = {}
     for key, value in objects.items():
         if isinstance(value, Mapping):  # a section's changes, and no object

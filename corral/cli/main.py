@@ -49,7 +49,10 @@ def corral(
     """Options that are no verb's."""
 
 
-@app.command(epilog=examples("corral train recipe.yaml", "corral train recipe.yaml algorithm.name=ppo"))
+@app.command(
+    cls=planning.RecipeCommand,
+    epilog=examples("corral train recipe.yaml", "corral train recipe.yaml algorithm.name=ppo"),
+)
 def train(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -65,7 +68,9 @@ def train(
     planning.train_recipe(loaded, Debugging(debug, post_mortem, insecure), resume_anyway)
 
 
-@app.command(epilog=examples("corral rehearse recipe.yaml", "corral rehearse recipe.yaml --quick"))
+@app.command(
+    cls=planning.RecipeCommand, epilog=examples("corral rehearse recipe.yaml", "corral rehearse recipe.yaml --quick")
+)
 def rehearse(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -97,7 +102,7 @@ def rehearse(
     planning.rehearse_quickly(loaded, Debugging(debug))
 
 
-@app.command(epilog=examples("corral sft recipe.yaml data.train.path=chats.jsonl"))
+@app.command(cls=planning.RecipeCommand, epilog=examples("corral sft recipe.yaml data.train.path=chats.jsonl"))
 def sft(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -111,11 +116,12 @@ def sft(
 
 
 @app.command(
+    cls=planning.RecipeCommand,
     epilog=examples(
         "corral plan recipe.yaml cluster.nodes=4 cluster.devices_per_node=8",
         "corral plan recipe.yaml --json",
         "corral plan recipe.yaml model.path=models/Qwen2.5-7B --fit --devices 8xh100-80",
-    )
+    ),
 )
 def plan(
     recipe: RecipeFile,
@@ -136,7 +142,10 @@ def plan(
     planning.print_plan(planning.load_own_recipe(recipe, overrides or []), as_json, check)
 
 
-@app.command(epilog=examples("corral evaluate recipe.yaml --model runs/my-run/checkpoints/step_000040"))
+@app.command(
+    cls=planning.RecipeCommand,
+    epilog=examples("corral evaluate recipe.yaml --model runs/my-run/checkpoints/step_000040"),
+)
 def evaluate(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -165,8 +174,13 @@ def export(
 ) -> None:
     """Write a checkpoint's model and tokenizer, without optimizer state, for transformers, vLLM and others."""
     from corral.model.lora import AdapterFolder
+    from corral.observe.console import quiet_libraries
     from corral.training.checkpoint import export_model, find_model
 
+    if merge:
+        import transformers.utils.logging  # noqa: F401 - whose bars are to be off before it loads a model
+
+        quiet_libraries()
     checkpoint = Path(find_model(str(checkpoint)))
     export_model(checkpoint, out, dtype, merge)
     print(f"wrote {out}")

@@ -82,6 +82,8 @@ def train(
         step = None if checkpoint is None else read_state(checkpoint)["step"]
         announce("controller", folder.name, folder=folder.path.resolve())
         lines = [*describe_batch(plan), *describe_schedule(plan)]
+        if plan.model_path is not None and not plan.model_path.startswith("fast"):
+            lines.append(f"computed on the {plan.model_path}")
         console.banner(folder.name, folder.path, recipe.model.path, lines, step)
         for change in changes:
             console.note(f"changed since: {change}")

@@ -26,6 +26,7 @@ from corral.model.quantization import quantize, round_weights
 from corral.model.vision import load_vision
 from corral.recipe.errors import UserError, first_line
 from corral.recipe.schema import Lora, Model
+from corral.recipe.shape import is_only_path
 
 MAX_TEMPLATE_BYTES = 1 << 20
 
@@ -72,7 +73,7 @@ def model_source(path: str, key: str = "model.path") -> str:
         if not (folder / "config.json").is_file():
             raise UserError(f"{key}: {folder} is a folder without config.json, so not a model in Hugging Face layout")
         return str(folder)
-    if folder.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
+    if folder.exists() or is_only_path(path):
         raise UserError(f"{key}: {path} is not a folder")
     return path
 

@@ -302,6 +302,11 @@ def base_model(path: str) -> str:
     return found if isinstance(found, str) else path
 
 
+def is_only_path(name: str) -> bool:
+    """Whether a model's name can be a folder's, and no name on a hub."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
 def model_folder(path: str) -> Path | None:
     """The folder that a recipe names, or that of a hub name's configuration in the hub's cache; None where neither is
     on this machine."""

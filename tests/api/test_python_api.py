@@ -180,6 +180,9 @@ def test_what_is_wrong_is_an_error_with_a_line_for_each_problem(tmp_path: Path, 
     for nothing in (None, [1]):
         with pytest.raises(corral.UserError, match="a recipe is a path, nested mappings or a loaded recipe, not a"):
             corral.load_recipe(nothing)  # type: ignore[arg-type]
+    for wrong in (length, [length, length]):
+        with pytest.raises(corral.UserError, match=r"rewards: functions and classes are .*; did you mean `reward`"):
+            corral.train({}, rewards=wrong)
     with pytest.raises(corral.UserError, match="is not the folder of a run"):
         corral.Run(tmp_path)
 
