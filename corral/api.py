@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from corral.data.plugins import is_importable, name_object
+from corral.data.plugins import did_you_mean, is_importable, name_object
 from corral.model.families import checked_plan
 from corral.observe.console import Console
 from corral.observe.notebook import notebook_display, run_html
@@ -35,10 +35,15 @@ if TYPE_CHECKING:
     import pyarrow
 
 Answer = TypeVar("Answer")
+KEYWORDS = ("reward", "environment", "loss", "advantage")
 LOOK_EVERY_S = 0.5
 """How often the thread of a notebook looks for Ctrl-C while a run is in another one: a signal need not wake it."""
 RecipeSource = str | Path | Mapping[str, Any] | Recipe
 """A YAML file, the same as nested mappings, or a recipe that was loaded before."""
+Reward = str | Callable[..., Any]
+"""A function, or the name of a built-in one."""
+Rewards = Reward | list[Reward | tuple[Reward, float]]
+"""In a list each may have a weight: `[right, (short, 0.1)]`."""
 Rows = Iterable[Mapping[str, Any]]
 """A list of rows, or a `datasets.Dataset`."""
 
@@ -46,7 +51,7 @@ Rows = Iterable[Mapping[str, Any]]
 def train(
     recipe: RecipeSource,
     *,
-    reward: Callable[..., Any] | None = None,
+    reward: Rewards | None = None,
     environment: type | Mapping[str, Any] | None = None,
     data: Rows | Mapping[str, Any] | None = None,
     validation: Rows | Mapping[str, Any] | None = None,
@@ -58,10 +63,10 @@ def train(
 ) -> "Run":
     """Train as the recipe says, and return the finished run.
 
-    Objects take the place of names: a reward function, an environment class, rows to train and validate on, a policy
-    loss, an advantage. Any section of the recipe is a keyword with a mapping of what to change in it
-    (`schedule={"steps": 5}`), and any key is one with dots (`**{"schedule.steps": 5}`). A run of the same name that was
-    stopped continues, as it does with `corral train`; one that was trained with another model, data, reward,
+    Objects take the place of names: a reward function or a list of them, an environment class, rows to train and
+    validate on, a policy loss, an advantage. Any section of the recipe is a keyword with a mapping of what to change in
+    it (`schedule={"steps": 5}`), and any key is one with dots (`**{"schedule.steps": 5}`). A run of the same name that
+    was stopped continues, as it does with `corral train`; one that was trained with another model, data, reward,
     environment or algorithm is refused, unless `resume_anyway`. On a Ray cluster objects must be importable there.
     """
     from corral.loop.train import train as run_training
@@ -106,7 +111,7 @@ def evaluate(
     recipe: RecipeSource,
     model: str | Path | None = None,
     *,
-    reward: Callable[..., Any] | None = None,
+    reward: Rewards | None = None,
     environment: type | Mapping[str, Any] | None = None,
     validation: Rows | Mapping[str, Any] | None = None,
     **overrides: Any,
@@ -132,11 +137,13 @@ def reward(function: Callable[..., Any]) -> Callable[..., Any]:
 
     It takes `response` and any of `answer`, `prompt`, `extra` and `source`, by name, and returns a number, a dict
     with `score` whose other numbers become metrics, or None for a sample without a reward. One that takes `responses`
-    gets all samples of a prompt, and returns a list. It may be `async`.
+    gets all samples of a prompt, and returns a list, and so does one of TRL's, which takes `completions`. It may be
+    `async`.
     """
     if not takes_responses(function):
         name = getattr(function, "__name__", function)
-        raise UserError(f"the reward function `{name}` must have a parameter `response` or `responses`")
+        known = "`response` or `responses`, or TRL's `completions`"
+        raise UserError(f"the reward function `{name}` must have a parameter {known}")
     return function
 
 
@@ -209,12 +216,19 @@ class Run:
 def _load(recipe: RecipeSource, overrides: Mapping[str, Any], objects: Mapping[str, Any]) -> Recipe:
     document = _document(recipe)
     changes = dict(_flat(overrides))
+    for path, value in changes.items():
+        if any(map(callable, value if isinstance(value, list) else [value])):
+            near = did_you_mean(path[0], KEYWORDS)
+            raise UserError(f"{dotted(path)}: functions and classes are given as {', '.join(KEYWORDS)}{near}")
     named: dict[KeyPath, Any] = {}
     for key, value in objects.items():
         if isinstance(value, Mapping):  # a section's changes, and no object
             changes |= dict(_flat({key: value}))
         elif value is not None:
             named |= _named(key, value)
+    if ("environment", "rewards") in named:
+        for own in ("name", "options"):
+            document.remove(("environment", "reward", own))
     for path, value in {**changes, **named}.items():
         try:
             text = json.dumps(value, default=str)
@@ -224,8 +238,10 @@ def _load(recipe: RecipeSource, overrides: Mapping[str, Any], objects: Mapping[s
     loaded = recipe_from(document)
     if runs_on_ray(loaded):
         for key, value in objects.items():
-            if isinstance(value, type) or callable(value):
-                _check_importable(key, value)
+            for item in value if isinstance(value, list) else [value]:
+                one = item[0] if isinstance(item, tuple) else item
+                if callable(one) and key not in ("data", "validation"):
+                    _check_importable(key, one)
     return loaded
 
 
@@ -266,10 +282,22 @@ def _named(key: str, value: Any) -> dict[KeyPath, Any]:
             raise UserError(f"{key}: rows are a list of mappings, or a datasets.Dataset")
         part = "train" if key == "data" else "validation"
         return {("data", part): {"path": name_object(lambda: iter(rows), f"{part}_rows")}}
+    if key == "environment.reward.name" and isinstance(value, list):
+        rewards: dict[str, dict[str, Any]] = {}
+        for number, one in enumerate(value, start=1):
+            function, weight = one if isinstance(one, tuple) else (one, 1.0)
+            own = function if isinstance(function, str) else getattr(function, "__name__", "")
+            name = own if own.isidentifier() and own not in rewards else f"reward_{number}"
+            rewards[name] = {"name": _spec(function, f"reward_{name}"), "weight": weight}
+        return {("environment", "rewards"): rewards}
     keyword, own = key.removesuffix(".name").rpartition(".")[2], getattr(value, "__name__", "")
     # With the keyword, as two objects may have one name; a lambda has none.
     name = f"{keyword}_{own}" if own.isidentifier() else keyword
-    return {expand((), f"{key}.name" if key == "environment" else key): name_object(value, name)}
+    return {expand((), f"{key}.name" if key == "environment" else key): _spec(value, name)}
+
+
+def _spec(value: Any, name: str) -> str:
+    return value if isinstance(value, str) else name_object(value, name)
 
 
 def _check_importable(key: str, value: Any) -> None:

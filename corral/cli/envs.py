@@ -56,6 +56,8 @@ def try_environment(
         print(f"  FAILED  {line}")
     if report.failed:
         raise RunError(f"{name}: {len(report.failed)} of {len(report.failed) + len(report.passed)} checks failed")
+    for line in report.notes:
+        print(f"  note    {line}")
     print(f"  {report.steps_per_s:,.0f} steps/s")
     print(f"  random  {scores(report.baseline.random_reward, report.baseline.random_success)}")
     print(f"  best    {scores(report.baseline.best_reward, report.baseline.best_success)}")

@@ -49,7 +49,10 @@ def corral(
     """Options that are no verb's."""
 
 
-@app.command(epilog=examples("corral train recipe.yaml", "corral train recipe.yaml algorithm.name=ppo"))
+@app.command(
+    cls=planning.RecipeCommand,
+    epilog=examples("corral train recipe.yaml", "corral train recipe.yaml algorithm.name=ppo"),
+)
 def train(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -65,7 +68,9 @@ def train(
     planning.train_recipe(loaded, Debugging(debug, post_mortem, insecure), resume_anyway)
 
 
-@app.command(epilog=examples("corral rehearse recipe.yaml", "corral rehearse recipe.yaml --quick"))
+@app.command(
+    cls=planning.RecipeCommand, epilog=examples("corral rehearse recipe.yaml", "corral rehearse recipe.yaml --quick")
+)
 def rehearse(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -97,7 +102,7 @@ def rehearse(
     planning.rehearse_quickly(loaded, Debugging(debug))
 
 
-@app.command(epilog=examples("corral sft recipe.yaml data.train.path=chats.jsonl"))
+@app.command(cls=planning.RecipeCommand, epilog=examples("corral sft recipe.yaml data.train.path=chats.jsonl"))
 def sft(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -111,11 +116,12 @@ def sft(
 
 
 @app.command(
+    cls=planning.RecipeCommand,
     epilog=examples(
         "corral plan recipe.yaml cluster.nodes=4 cluster.devices_per_node=8",
         "corral plan recipe.yaml --json",
         "corral plan recipe.yaml model.path=models/Qwen2.5-7B --fit --devices 8xh100-80",
-    )
+    ),
 )
 def plan(
     recipe: RecipeFile,
@@ -136,11 +142,16 @@ def plan(
     planning.print_plan(planning.load_own_recipe(recipe, overrides or []), as_json, check)
 
 
-@app.command(epilog=examples("corral evaluate recipe.yaml --model runs/my-run/checkpoints/step_000040"))
+@app.command(
+    cls=planning.RecipeCommand,
+    epilog=examples("corral evaluate recipe.yaml --model runs/my-run/checkpoints/step_000040"),
+)
 def evaluate(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    model: Annotated[str | None, typer.Option(help="A checkpoint or any other model, instead of the recipe's.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A checkpoint, a run's folder, or any other model, instead of the recipe's.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Score a model on the recipe's held-out questions, in the same environment."""
@@ -156,15 +167,21 @@ def evaluate(
 
 @app.command(epilog=examples("corral export runs/my-run/checkpoints/step_000040 my-model --dtype bfloat16"))
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder.")],
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's: its newest checkpoint.")],
     out: Annotated[Path, typer.Argument(help="The folder to write; must not exist.")],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto keeps the model's.")] = "auto",
     merge: Annotated[bool, typer.Option("--merge", help="Merge LoRA adapters into their base model.")] = False,
 ) -> None:
     """Write a checkpoint's model and tokenizer, without optimizer state, for transformers, vLLM and others."""
     from corral.model.lora import AdapterFolder
-    from corral.training.checkpoint import export_model
+    from corral.observe.console import quiet_libraries
+    from corral.training.checkpoint import export_model, find_model
 
+    if merge:
+        import transformers.utils.logging  # noqa: F401 - whose bars are to be off before it loads a model
+
+        quiet_libraries()
+    checkpoint = Path(find_model(str(checkpoint)))
     export_model(checkpoint, out, dtype, merge)
     print(f"wrote {out}")
     adapter = AdapterFolder.find(str(checkpoint))
@@ -191,8 +208,9 @@ def serve(
     """Serve a model over HTTP: the OpenAI API, and tokens in, tokens out, as vLLM has it."""
     from corral.http_server import token_for
     from corral.recipe.schema import Model
-    from corral.rollout.engine_server import find_model, load_served_model
+    from corral.rollout.engine_server import load_served_model
     from corral.rollout.engine_server import serve as run_server
+    from corral.training.checkpoint import find_model
 
     token = token_for(host, token_file, insecure)
     if dtype not in ("auto", "float32", "bfloat16", "float16"):

@@ -6,9 +6,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from corral.recipe.errors import UserError
 
@@ -35,6 +36,27 @@ def complete_override(incomplete: str) -> list[tuple[str, str]]:
         return [(f"{written}={choice}", "") for choice in choices if choice.startswith(value)]
     keys = (key for key in all_keys().values() if (key.section is None or key.is_part) and ANY not in key.path)
     return [(f"{name}=", describe(key.annotation)) for key in keys if (name := dotted(key.path)).startswith(written)]
+
+
+class RecipeCommand(TyperCommand):
+    """A command with a recipe, whose keys are written without dashes."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # of typer's own click, which has no public name
+            option = getattr(error, "option_name", None)
+            if option is None or len(getattr(error, "possibilities", None) or ()) > 1:
+                raise
+            from corral.recipe.keys import nearest_key
+
+            key = nearest_key(tuple(option.lstrip("-").replace("-", "_").split(".")))
+            if key is None:
+                raise
+            place = next(number for number, one in enumerate(given) if one.partition("=")[0] == option)
+            value = given[place].partition("=")[2] or next(iter(given[place + 1 :]), "")
+            raise UserError(f"{option} is no option; keys of the recipe have no dashes: {key}={value}") from None
 
 
 RecipeFile = Annotated[Path, typer.Argument(help="The recipe, a YAML file.")]

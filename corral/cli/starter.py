@@ -119,6 +119,7 @@ def init(
     from corral.recipe.document import parse_document
     from corral.recipe.load import recipe_from
     from corral.recipe.parts import PRESETS, Preset
+    from corral.recipe.shape import is_only_path
 
     if file.exists():
         raise UserError(f"{file} is there already: `corral init` does not overwrite; name another file")
@@ -128,6 +129,8 @@ def init(
         key: value or (typer.prompt(QUESTIONS[key], default=DEFAULTS[key]) if is_terminal else DEFAULTS[key])
         for key, value in given.items()
     }
+    if is_only_path(chosen["model"]) and not Path(chosen["model"]).expanduser().is_dir():
+        raise UserError(f"--model {chosen['model']} is not a folder")
     # An unknown algorithm is refused with the whole recipe below.
     preset = PRESETS.get(chosen["algorithm"], Preset())
     tasks = PAIR_TASKS if preset.trains_on_pairs else TASKS

@@ -69,6 +69,8 @@ class Row:
     """The other answer, of a row that is a pair."""
     is_conversation: bool = False
     """Whether turns of the assistant before the last one are trained on, too."""
+    text: str | None = None
+    """The prompt as it is in the data set, where that is a text and no messages."""
 
     @property
     def source_name(self) -> str:
@@ -101,13 +103,16 @@ def row_from_mapping(
                 f"{where}: column `{data.prompt_key}` ends with a message of the assistant, and the model would be "
                 "shown the answer that it is to give: leave that message out (`algorithm.name: sft` trains on it)"
             )
+    text = look_up(mapping, data.prompt_key)[1]
+    text = text if prompt == [Message(role="user", content=text)] else None
     prompt = _with_system(prompt, _sharegpt_system(mapping, data, with_completion), where)
     prompt = _with_images(prompt, mapping.get(data.images_key), where)
     prompt = _with_template(_with_system(prompt, data.system, where), data.template, where)
     source = mapping.get(data.source_key) or origin
     if not isinstance(source, str):
         raise UserError(f"{where}: `{data.source_key}` must be text, not {_kind(source)}")
-    taken = {data.prompt_key, data.answer_key or "answer", data.source_key, data.images_key}
+    taken = {data.prompt_key, data.source_key, data.images_key}
+    taken |= {"answer"} if data.answer_key in (None, "answer") else set()
     taken |= {*CONVERSATIONS} if with_completion else set()
     taken |= {data.chosen_key, data.rejected_key} if with_rejected else set()
     extra = {key: value for key, value in mapping.items() if key not in taken}
@@ -117,7 +122,7 @@ def row_from_mapping(
     tools = _tools(mapping, data.tools_key, where)
     _check_text([prompt, completion, rejected, answer, tools, extra], where)
     is_conversation = with_completion and _conversation_column(mapping, data) is not None
-    return Row(prompt, answer, source, extra, completion, where, tools, origin, rejected, is_conversation)
+    return Row(prompt, answer, source, extra, completion, where, tools, origin, rejected, is_conversation, text)
 
 
 def _check_text(value: Any, where: str) -> None:

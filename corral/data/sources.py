@@ -36,6 +36,8 @@ Located = tuple[str, Mapping[str, Any] | UserError]
 BOARDS = "boards"
 ONE_ENVIRONMENT = {"": 1.0}
 Rendered = TypeVar("Rendered")
+MAX_LINE_CHARACTERS = 256 << 20
+"""A few MB of a zipped file can be one line of gigabytes."""
 NUM_NAMED = 3  # rows that are named of those that were skipped
 GENERATORS = {"arithmetic": arithmetic_rows, "pictures": picture_rows, "reasoning_gym": reasoning_gym_rows}
 
@@ -206,6 +208,15 @@ def open_text(path: Path, newline: str | None = None) -> IO[str]:
     return path.open(encoding="utf-8-sig", newline=newline)
 
 
+def bounded_lines(file: IO[str], path: Path) -> Iterator[str]:
+    number = 0
+    while line := file.readline(MAX_LINE_CHARACTERS):
+        number += 1
+        if len(line) == MAX_LINE_CHARACTERS:
+            raise UserError(f"{path}:{number}: the line has {MAX_LINE_CHARACTERS} characters or more, as no row has")
+        yield line
+
+
 def _expand(pattern: str) -> list[Path]:
     path = Path(pattern).expanduser()
     if path.is_file():
@@ -226,13 +237,13 @@ def _read_parquet(path: Path) -> Iterator[Located]:
         batches = pyarrow.parquet.ParquetFile(path).iter_batches()
         for index, mapping in enumerate(row for batch in batches for row in batch.to_pylist()):
             yield f"{path}[{index}]", mapping
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path} can't be read as parquet: {error}") from error
 
 
 def _read_jsonl(path: Path) -> Iterator[Located]:
-    with open_text(path) as lines:
-        for number, line in enumerate(lines, start=1):
+    with open_text(path) as file:
+        for number, line in enumerate(bounded_lines(file, path), start=1):
             if line.strip():
                 where = f"{path}:{number}"
                 try:
@@ -243,9 +254,9 @@ def _read_jsonl(path: Path) -> Iterator[Located]:
 
 def _read_csv(path: Path) -> Iterator[Located]:
     """The first line names the columns; every value is text."""
-    csv.field_size_limit(2**31 - 1)  # the default is for tables, and cells here are whole texts
-    with open_text(path, newline="") as lines:  # line breaks inside of quotes stay as they are
-        rows = csv.DictReader(lines, strict=True)
+    csv.field_size_limit(MAX_LINE_CHARACTERS)  # the default is for tables, and cells here are whole texts
+    with open_text(path, newline="") as file:  # line breaks inside of quotes stay as they are
+        rows = csv.DictReader(bounded_lines(file, path), strict=True)
         try:
             for row in rows:
                 where = f"{path}:{rows.line_num}"

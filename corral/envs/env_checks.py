@@ -71,6 +71,7 @@ class EnvReport:
     failed: list[str]
     steps_per_s: float
     baseline: Baseline
+    notes: Sequence[str] = ()
 
 
 def check_environment(environment: Environment, rows: Sequence[Row], max_turns: int, seed: int) -> EnvReport:
@@ -93,7 +94,8 @@ def check_environment(environment: Environment, rows: Sequence[Row], max_turns: 
             return EnvReport([], passed, failed, 0.0, Baseline())
         first = asyncio.run(trial.run_episode(rows[0], seed))[0]["messages"]
         baseline = asyncio.run(baseline_of(trial.make, rows, max_turns, seed, environment.timeout_s))
-        return EnvReport(first, passed, failed, asyncio.run(measure_steps_per_s(trial)), baseline)
+        notes = asyncio.run(find_seeded_game(trial))
+        return EnvReport(first, passed, failed, asyncio.run(measure_steps_per_s(trial)), baseline, notes)
 
 
 @dataclass(frozen=True)
@@ -153,9 +155,9 @@ class EnvTrial:
             with contextlib.suppress(CheckFailed):
                 await self.call("close", env.close(), env)
 
-    async def run_episode(self, row: Row, seed: int) -> Transcript:
+    async def run_episode(self, row: Row, seed: int, policy_seed: int | None = None) -> Transcript:
         """An episode with random replies."""
-        rng = random_policy_rng(seed)
+        rng = random_policy_rng(seed if policy_seed is None else policy_seed)
         async with self.begun(row, seed) as (env, messages):
             transcript: Transcript = [{"messages": messages}]
             for _ in range(self.max_turns):
@@ -195,6 +197,19 @@ async def check_same_seed(trial: EnvTrial) -> str:
 async def check_other_process(trial: EnvTrial) -> str:
     compare(await trial.run_compared(), run_in_other_process(trial), "run in another process with the same seed")
     return "in another process, too"
+
+
+async def find_seeded_game(trial: EnvTrial) -> list[str]:
+    """A note where the same replies to the same row end otherwise with another seed, as another sample has it."""
+    for row in trial.rows[:NUM_COMPARED]:
+        first, other = [await trial.run_episode(row, trial.seed + n, trial.seed) for n in range(2)]
+        if first != other:
+            return [
+                "the same row and replies are another episode with another seed: that may be chance within a game, but "
+                "a prompt's samples are compared with each other, so take what the game is (a board, a secret) from "
+                "the row"
+            ]
+    return []
 
 
 async def check_malformed_replies(trial: EnvTrial) -> str:

@@ -68,8 +68,9 @@ WAITING_PROCESSES = 256
 """Processes of `async` functions, each with one call at a time, so that one that computes holds up no other and can be
 killed alone. They cost 2 MB each."""
 HOME = "/sandbox"
-END_S = 10.0
-"""Time for all processes to end, before their template is ended anyway."""
+REPLY_S = 10.0
+"""Time for the template to fork or end processes, which takes milliseconds. Afterwards it is ended with all of them: a
+tool has stopped it."""
 
 Answer = TypeVar("Answer")
 
@@ -109,8 +110,8 @@ class ToolFailed(Exception):
 class ToolProcess(WorkerConnection):
     """A process that the template has forked."""
 
-    def __init__(self, connection: socket.socket, pid: int, end: Callable[[int], int]) -> None:
-        """`pid`: its process id within the sandbox. `end`: kills it, and returns its exit code."""
+    def __init__(self, connection: socket.socket, pid: int, end: Callable[[int], "Future[int]"]) -> None:
+        """`pid`: its process id within the sandbox. `end`: kills it; the future is its exit code."""
         super().__init__(connection)
         self._pid, self._end = pid, end
         self.has_ended = False
@@ -126,7 +127,7 @@ class ToolProcess(WorkerConnection):
         try:
             reply = self.ask(request, timeout_s)
         except TimeoutError:
-            self.end()
+            self._begin_end()  # the call's time is over, and not spent on a template that a tool has stopped
             raise
         except (EOFError, OSError, ValueError):
             raise ToolFailed(f"its process died: it {self.end()}") from None
@@ -136,11 +137,12 @@ class ToolProcess(WorkerConnection):
 
     def end(self) -> str:
         """Kills it with all that it has started; returns how it ended."""
-        if self.has_ended:
-            return "has ended before"
+        return "has ended before" if self.has_ended else describe_exit(self._begin_end().result())
+
+    def _begin_end(self) -> "Future[int]":
         self.has_ended = True
         self._connection.close()
-        return describe_exit(self._end(self._pid))
+        return self._end(self._pid)
 
     def kill(self) -> None:
         """Kills it from another thread than the one that waits for its reply, which then ends it."""
@@ -206,7 +208,7 @@ class ToolProcesses:
             if self._template is not None:
                 # One by one, with all that each has started: without a sandbox that would outlive the template.
                 with suppress(TimeoutError, EOFError, OSError, ValueError):
-                    self._template.ask(json.dumps(["end all", 0]).encode(), END_S)
+                    self._template.ask(json.dumps(["end all", 0]).encode(), REPLY_S)
                 self._template.end()
 
         self._thread.submit(end).result()
@@ -257,17 +259,20 @@ class ToolProcesses:
             raise
         return process
 
-    def _end_from_elsewhere(self, template: "ToolTemplate", pid: int) -> int:
+    def _end_from_elsewhere(self, template: "ToolTemplate", pid: int) -> "Future[int]":
         try:
-            return self._thread.submit(lambda: self._end(template, pid)).result()
+            return self._thread.submit(lambda: self._end(template, pid))
         except RuntimeError:  # closed, and so it has ended
-            return -int(signal.SIGKILL)
+            ended: Future[int] = Future()
+            ended.set_result(-int(signal.SIGKILL))
+            return ended
 
     def _end(self, template: "ToolTemplate", pid: int) -> int:
         try:
-            return int(template.ask(json.dumps(["end", pid]).encode(), START_TIMEOUT_S)["code"])
+            return int(template.ask(json.dumps(["end", pid]).encode(), REPLY_S)["code"])
         except (EOFError, OSError, ValueError, KeyError):
-            return -int(signal.SIGKILL)  # the template is gone, and all processes with it
+            template.end()  # with all its processes
+            return -int(signal.SIGKILL)
 
 
 def end_forked(forking: "Future[ToolProcess]") -> None:
@@ -290,7 +295,7 @@ class ToolTemplate(WorkerProcess):
         """Forks a process with this connection; returns its process id within the sandbox. ToolFailed if there is no
         room for it."""
         socket.send_fds(self._handing, [b"!"], [connection.fileno()])
-        reply = self.ask(json.dumps(["fork", 0]).encode(), START_TIMEOUT_S)
+        reply = self.ask(json.dumps(["fork", 0]).encode(), REPLY_S)
         if "error" in reply:
             raise ToolFailed(f"no process for it: {reply['error']}")
         return int(reply["pid"])

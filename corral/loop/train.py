@@ -48,7 +48,7 @@ from corral.recipe.schema import Recipe
 from corral.runtime.group import WorkerLost
 from corral.runtime.local_debugger import Debugging
 from corral.runtime.presence import announce
-from corral.training.checkpoint import find_checkpoint, read_state, step_folder
+from corral.training.checkpoint import find_checkpoint, find_model, read_state, step_folder
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +86,8 @@ def train(
         announce("controller", folder.name, folder=folder.path.resolve())
         rewards = [f"reward: {line}" for line in describe_rewards(recipe)]
         lines = [*describe_batch(plan), *describe_schedule(plan), *rewards]
+        if plan.model_path is not None and not plan.model_path.startswith("fast"):
+            lines.append(f"computed on the {plan.model_path}")
         console.banner(folder.name, folder.path, recipe.model.path, lines, step)
         for change in changes:
             console.note(f"changed since: {change}")
@@ -155,6 +157,7 @@ def report_finished(checkpoint: Path, folder: RunFolder, recipe: Recipe, recipe_
 
 def evaluate(recipe: Recipe, model_path: str | None, console: Console) -> dict[str, float]:
     """Validates any model on a recipe's held-out prompts, and prints the result."""
+    model_path = None if model_path is None else find_model(model_path)
 
     async def evaluate_once() -> dict[str, float]:
         async with open_rollout_components(recipe, console, model_path) as parts:

@@ -121,7 +121,7 @@ def find_path(model: Model) -> ModelPath | None:
     else:
         try:
             written = json.loads((Path(source).expanduser() / "config.json").read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None  # a hub name, or what loading will complain of
         if not isinstance(written, dict):
             return None

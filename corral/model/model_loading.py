@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from corral.model.attention import ATTENTION_NAME, make_exact, register
@@ -27,6 +26,7 @@ from corral.model.quantization import quantize, round_weights
 from corral.model.vision import load_vision
 from corral.recipe.errors import UserError, first_line
 from corral.recipe.schema import Lora, Model
+from corral.recipe.shape import is_only_path
 
 MAX_TEMPLATE_BYTES = 1 << 20
 
@@ -73,7 +73,7 @@ def model_source(path: str, key: str = "model.path") -> str:
         if not (folder / "config.json").is_file():
             raise UserError(f"{key}: {folder} is a folder without config.json, so not a model in Hugging Face layout")
         return str(folder)
-    if folder.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
+    if folder.exists() or is_only_path(path):
         raise UserError(f"{key}: {path} is not a folder")
     return path
 
@@ -101,15 +101,11 @@ def load_config(model: Model) -> Any:
     """transformers' configuration of the model, with the recipe's changes."""
     from transformers import AutoConfig
 
-    try:
+    source = model_source(model.path)
+    with explained(f"model.path: {model.path} could not be loaded"):
         config, unknown = AutoConfig.from_pretrained(
-            model_source(model.path),
-            trust_remote_code=model.trust_remote_code,
-            return_unused_kwargs=True,
-            **model.config_overrides,
+            source, trust_remote_code=model.trust_remote_code, return_unused_kwargs=True, **model.config_overrides
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"model.path: {model.path} could not be loaded: {first_line(error)}") from error
     if unknown := unknown.keys() - {"trust_remote_code"}:
         raise UserError(f"model.config_overrides: the configuration of {model.path} has no {min(unknown)!r}")
     return config
@@ -169,7 +165,7 @@ def read_model(model: Model, dtype: torch.dtype, as_stored: bool = False) -> Any
     source = model_source(model.path)
     vision = load_vision(config, source)
     auto_class = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
-    try:
+    with explained(f"model.path: {model.path} could not be loaded"):
         loaded, report = auto_class.from_pretrained(
             source,
             output_loading_info=True,
@@ -178,8 +174,6 @@ def read_model(model: Model, dtype: torch.dtype, as_stored: bool = False) -> Any
             attn_implementation=ATTENTION_NAME if path.kind == "fast" else None,
             trust_remote_code=model.trust_remote_code,
         )
-    except (OSError, ValueError, RuntimeError, json.JSONDecodeError, SafetensorError) as error:
-        raise UserError(f"model.path: {model.path} could not be loaded: {explain_load(error)}") from error
     refuse_missing(report["missing_keys"], loaded, model.path)
     if model.exact and path.kind == "general":
         raise UserError(f"model.exact: {model.path} takes the {path}, which rounds as transformers does; leave it out")
@@ -193,10 +187,21 @@ def read_model(model: Model, dtype: torch.dtype, as_stored: bool = False) -> Any
     return loaded.eval()
 
 
-def explain_load(error: Exception) -> str:
-    if "ignore_mismatched_sizes" in str(error):
-        return "its weights have other shapes than its config.json says"
-    return first_line(error)
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Whatever transformers raises for files that it cannot use is one line: there is no end of kinds of it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        kind = "" if isinstance(error, OSError | ValueError | RuntimeError) else f"{type(error).__name__}: "
+        why = f"{kind}{first_line(error)}"
+        if why.endswith(":"):  # the reason is in the lines below
+            why = " ".join(str(error).split())
+        if "ignore_mismatched_sizes" in str(error):
+            why = "its weights have other shapes than its config.json says"
+        raise UserError(f"{what}: {why}") from error
 
 
 def refuse_missing(missing: Collection[str], loaded: Any, path: str) -> None:
@@ -327,10 +332,9 @@ def load_tokenizer(model: Model) -> Any:
     source = model_source(model.path)
     if (Path(model.path).expanduser() / "tokenizer_config.json").is_file():  # of an adapter's folder, its own
         source = str(Path(model.path).expanduser())
-    try:
+    config = load_config(model)  # first: transformers' tokenizers look at it, too
+    with explained(f"model.path: no tokenizer could be loaded from {model.path}"):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.path: no tokenizer could be loaded from {model.path}: {first_line(error)}") from error
     if model.chat_template is not None:
         tokenizer.chat_template = read_chat_template(model.chat_template)
     if model.chat_template_arguments and isinstance(tokenizer.chat_template, str):
@@ -339,7 +343,7 @@ def load_tokenizer(model: Model) -> Any:
         arguments = model.chat_template_arguments.items()
         assignments = [f"{{% set {key} = {json.dumps(value)} %}}" for key, value in arguments]
         tokenizer.chat_template = "".join(["{% set null = none %}", *assignments, tokenizer.chat_template])
-    tokenizer.vision = load_vision(load_config(model), model_source(model.path))
+    tokenizer.vision = load_vision(config, model_source(model.path))
     return tokenizer
 
 
@@ -362,4 +366,7 @@ def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     """Tokens with which the model ends its turn: the generation config's and the tokenizer's."""
     configured = getattr(model, "generation_config", None) and model.generation_config.eos_token_id
     tokens = configured if isinstance(configured, list) else [configured]
-    return frozenset(int(token) for token in [*tokens, tokenizer.eos_token_id] if token is not None)
+    found = frozenset(token for token in [*tokens, tokenizer.eos_token_id] if token is not None)
+    if wrong := [token for token in found if not isinstance(token, int)]:
+        raise UserError(f"model.path: `eos_token_id` of its generation_config.json is {wrong[0]!r}, no token's number")
+    return found

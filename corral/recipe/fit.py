@@ -29,7 +29,7 @@ from corral.recipe.step_time import DEVICE_KINDS, DeviceKind, estimate_step_s
 DEVICES_PER_NODE = 8
 """Most devices of one kind that are taken to be in one node, unless nodes are written."""
 DEVICES = re.compile(
-    r"(?:(?P<nodes>[1-9]\d{0,4})x)?(?P<count>[1-9]\d{0,5})x(?P<kind>[a-z0-9]+)-(?P<memory>[1-9]\d{0,3})"
+    r"(?:(?P<nodes>[1-9]\d{0,4})x)?(?P<count>[1-9]\d{0,5})x(?P<kind>[a-z0-9]+)(?:-(?P<memory>[1-9]\d{0,3}))?"
 )
 MICRO_BATCHES = (4096, 8192, 16384, 32768)
 OFFLOADS = (
@@ -56,7 +56,8 @@ class Hardware:
 
     @classmethod
     def parse(cls, text: str) -> "Hardware":
-        """`8xh100-80`, or with nodes `4x8xh100-80`; more than eight devices without nodes are nodes of eight."""
+        """`8xh100-80`, or with nodes `4x8xh100-80`; more than eight devices without nodes are nodes of eight. The GiB
+        may be left out of a kind that is made with one memory."""
         match = DEVICES.fullmatch(text.lower())
         if match is None:
             raise UserError(
@@ -64,13 +65,16 @@ class Hardware:
             )
         if match["kind"] not in DEVICE_KINDS:
             raise UserError(f"--devices {text}: {match['kind']} is none of {', '.join(DEVICE_KINDS)}")
+        memory = match["memory"] or DEVICE_KINDS[match["kind"]].memory_gib
+        if memory is None:
+            raise UserError(f"--devices {text}: write how many GiB each has, as {text}-80")
         nodes, number = int(match["nodes"] or 1), int(match["count"])
         if match["nodes"] is None and number > DEVICES_PER_NODE:
             nodes, rest = divmod(number, DEVICES_PER_NODE)
             if rest:
                 raise UserError(f"--devices {text}: {number} are not whole nodes of 8; write the nodes, as 3x4xh100-80")
             number = DEVICES_PER_NODE
-        return cls(nodes, number, match["kind"], int(match["memory"]))
+        return cls(nodes, number, match["kind"], int(memory))
 
     def __str__(self) -> str:
         nodes = f"{self.nodes}x" if self.nodes > 1 else ""
@@ -119,17 +123,22 @@ class Fit:
 
     def lines(self, arguments: str, hardware: Hardware) -> list[str]:
         """`arguments`: what the command had, the recipe and its changes."""
-        stages = ", ".join(f"{stage} {seconds:.3g}" for stage, seconds in self.stages_s.items())
+        stages = ", ".join(f"{stage} {format_seconds(seconds)}" for stage, seconds in self.stages_s.items())
+        step = format_seconds(self.step_s)
         return [
             f"fits {hardware}: {describe_fit(self.recipe)}",
             f"  {self.peak / GIB:.1f} of {hardware.memory} GiB of the fullest device, estimated; up to "
             f"{MARGIN:.0%} are planned with",
-            f"  about {self.step_s:.3g} s a step of full-length trajectories ({stages}):",
+            f"  about {step} a step of full-length trajectories ({stages}):",
             "  an estimate from rates measured on one H200, scaled by data sheets; several devices were not measured",
             f"corral train {arguments} \\",
             *(f"  {shlex.quote(line)} \\" for line in self.overrides[:-1]),
             f"  {shlex.quote(self.overrides[-1])}",
         ]
+
+
+def format_seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.3g} min"
 
 
 def find_fit(recipe: Recipe, hardware: Hardware, shape: ModelShape) -> Fit:

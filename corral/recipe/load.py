@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
@@ -156,7 +156,8 @@ def wrong_value(location: KeyPath, given: Any, values: dict[str, Any]) -> Proble
     choices = choices_of(key.annotation)
     if choices and isinstance(given, str):
         near = did_you_mean(nearest(given, choices))
-        return path, f"`{dotted(path)}: {show(given)}` is not one of {', '.join(choices)}{near}"
+        known = ["true", "false", *choices] if bool in get_args(key.annotation) else choices
+        return path, f"`{dotted(path)}: {show(given)}` is not one of {', '.join(known)}{near}"
     value: Any = values
     for name in path:
         value = value[name]

@@ -82,7 +82,12 @@ def mesh_shape(parallel: Parallel, num_devices: int, role: str = "actor") -> Mes
         many = math.prod(size for size in sizes.values() if size is not None)
         verb = "does not divide" if parallel.shard is None else "is not"
         devices = f"{num_devices} device{'s' * (num_devices > 1)}"
-        raise RecipeError(f"`train.parallel`: {product} = {many} {verb} the {devices} of {role}")
+        without_shard = fixed // parallel.replicate
+        remedies = [] if num_devices % fixed else [f"`shard: {num_devices // fixed}`"]
+        if parallel.shard is not None and num_devices % (without_shard * parallel.shard) == 0:
+            remedies.append(f"`replicate: {num_devices // (without_shard * parallel.shard)}`")
+        hint = f"; {' or '.join(remedies)} would be" if remedies else ""
+        raise RecipeError(f"`train.parallel`: {product} = {many} {verb} the {devices} of {role}{hint}")
     return MeshShape(**{**sizes, "shard": shard})
 
 

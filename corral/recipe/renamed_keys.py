@@ -1,6 +1,6 @@
 """Keys that had another name in earlier releases: a recipe with an old one gets an error that names the new one."""
 
-from corral.recipe.keys import KeyPath, dotted
+from corral.recipe.keys import KeyPath, did_you_mean, dotted, find_key, nearest_key
 
 RENAMED = {
     "optimiser": "optimizer",
@@ -51,4 +51,6 @@ def new_path(path: KeyPath) -> KeyPath | None:
 def renamed_key(path: KeyPath) -> str | None:
     """What an error says after `is now`."""
     found = new_path(path)
+    if found is not None and find_key(found) is None:  # a name below it that is no key either
+        return f"below `{dotted(found[:-1])}`, which has no `{found[-1]}`{did_you_mean(nearest_key(found))}"
     return None if found is None else f"`{dotted(found)}`{NOTES.get(dotted(path), '')}"

@@ -724,7 +724,8 @@ class Checkpoint(Section):
     at_end: bool = True
     """Save a checkpoint after the last step."""
     resume: str = "auto"
-    """auto: go on where this run stopped. never: start anew, in a folder of its own. Or a checkpoint's path."""
+    """auto: go on where this run stopped. never: start anew, in a folder of its own. Or the path of a checkpoint, or of
+    a run, whose newest one it is."""
 
 
 class Prometheus(Section):

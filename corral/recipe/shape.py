@@ -33,6 +33,9 @@ OTHER_LAYER_TYPES = {"linear_attention", "mamba"}
 """Entries of `layer_types` of which the same holds; not every file of a model type above has that key."""
 
 
+MAX_LAYERS = 10_000
+
+
 class UnknownShape(UserError):
     """A configuration does not say what a decoder with attention has."""
 
@@ -104,8 +107,10 @@ class ModelShape:
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
-            raise UserError(f"{file}: cannot be read: {error.strerror}") from None
-        except ValueError as error:
+            checkpoints = sorted(file.parent.glob("checkpoints/step_*"))
+            hint = f"; {path} is a run, so name its checkpoint {checkpoints[-1]}" if checkpoints else ""
+            raise UserError(f"{file}: cannot be read: {error.strerror}{hint}") from None
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{file}: is not valid JSON: {error}") from None
         if not isinstance(config, dict):
             raise UserError(f"{file}: is not a model's configuration")
@@ -122,6 +127,8 @@ class ModelShape:
             raise UnknownShape(f"{source}: layers of the type `{types.pop()}` are not counted")
         dense = keys.number("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
         layers = keys.number("num_hidden_layers", "n_layer")
+        if not heads or layers > MAX_LAYERS:
+            raise UserError(f"{source}: is of no model: it has {heads} attention heads and {layers} layers")
         experts = keys.number("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", default=0)
         expert_size = keys.number("moe_intermediate_size", default=dense)
         shared = keys.number("n_shared_experts", "moe_num_shared_experts", default=0) * expert_size
@@ -295,6 +302,11 @@ def base_model(path: str) -> str:
     return found if isinstance(found, str) else path
 
 
+def is_only_path(name: str) -> bool:
+    """Whether a model's name can be a folder's, and no name on a hub."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
 def model_folder(path: str) -> Path | None:
     """The folder that a recipe names, or that of a hub name's configuration in the hub's cache; None where neither is
     on this machine."""
@@ -320,7 +332,7 @@ class _Keys:
             value = self.config.get(name)
             if isinstance(value, list) and value and all(isinstance(one, int) for one in value):
                 value = max(value)  # one for each layer, or each kind of layer
-            if isinstance(value, int) and not isinstance(value, bool):
+            if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
                 return value
         if default is None:
             raise UnknownShape(f"{self.source}: has no {' or '.join(names)}, so the model's shape is unknown")

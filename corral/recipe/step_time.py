@@ -30,18 +30,20 @@ class DeviceKind:
     """To the other devices of a node."""
     network_bytes: float
     """To other nodes, for each device: what nodes of such devices usually have, not a property of the device."""
+    memory_gib: int | None = None
+    """None: it is made with several."""
 
 
 DEVICE_KINDS = {
     "a100": DeviceKind(312e12, 2.0e12, 300e9, 25e9),
-    "a800": DeviceKind(312e12, 2.0e12, 200e9, 25e9),
-    "h20": DeviceKind(148e12, 4.0e12, 450e9, 50e9),
-    "h100": DeviceKind(989e12, 3.35e12, 450e9, 50e9),
-    "h800": DeviceKind(989e12, 3.35e12, 200e9, 50e9),
-    "h200": DeviceKind(989e12, 4.8e12, 450e9, 50e9),
-    "b200": DeviceKind(2250e12, 8.0e12, 900e9, 50e9),
-    "l40s": DeviceKind(362e12, 0.86e12, 32e9, 12e9),
-    "rtx4090": DeviceKind(165e12, 1.0e12, 32e9, 3e9),
+    "a800": DeviceKind(312e12, 2.0e12, 200e9, 25e9, 80),
+    "h20": DeviceKind(148e12, 4.0e12, 450e9, 50e9, 96),
+    "h100": DeviceKind(989e12, 3.35e12, 450e9, 50e9, 80),
+    "h800": DeviceKind(989e12, 3.35e12, 200e9, 50e9, 80),
+    "h200": DeviceKind(989e12, 4.8e12, 450e9, 50e9, 141),
+    "b200": DeviceKind(2250e12, 8.0e12, 900e9, 50e9, 180),
+    "l40s": DeviceKind(362e12, 0.86e12, 32e9, 12e9, 48),
+    "rtx4090": DeviceKind(165e12, 1.0e12, 32e9, 3e9, 24),
 }
 MATRIX_PEAK, MEMORY_PEAK = 0.79, 0.88
 """Parts of the data sheet that a large product and a large copy reached on an H200 (780 TFLOP/s, 4.2 TB/s)."""

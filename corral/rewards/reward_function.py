@@ -3,9 +3,10 @@
 A reward function takes `response`, and any of `answer`, `prompt`, `extra` and `source` of the row, by name; its other
 parameters come from the recipe's `reward.options`. One that takes `responses` in place of `response` compares the
 samples of a prompt: it is called once for all of them, and returns a list with one result for each. Functions written
-for verl (`solution_str`, `ground_truth`, `data_source`, `extra_info`) work as they are. It may be `async`. A result is
-a number, or a dict with `score`, whose other numbers are metrics (what else is in it, such as the answer as text, is
-ignored). None in place of the number says that the function does not apply: the sample is dropped.
+for verl (`solution_str`, `ground_truth`, `data_source`, `extra_info`) work as they are, and so do those for TRL, which
+take `completions` and columns of the row, each as a list. It may be `async`. A result is a number, or a dict with
+`score`, whose other numbers are metrics (what else is in it, such as the answer as text, is ignored). None in place of
+the number says that the function does not apply: the sample is dropped.
 
 Built-in ones are in `scorers.py` and `question_answering.py`, each declared by `@built_in` and nowhere else.
 """
@@ -19,13 +20,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from corral.data.plugins import blamed_on, did_you_mean, is_spec, load_object
-from corral.data.rows import Row
+from corral.data.rows import Message, Row
 from corral.recipe.errors import UserError
 
 MODULES = ("corral.rewards.scorers", "corral.rewards.question_answering", "corral.rewards.judge", "corral.rewards.code")
 """Where the built-in rewards are."""
 ROW_PARAMETERS = ("response", "answer", "prompt", "extra", "source")
 VERL_PARAMETERS = ("solution_str", "ground_truth", "extra_info", "data_source")
+GROUP_PARAMETERS = ("responses", "completions")
+"""Of functions that get all samples of a prompt: Corral's, and TRL's."""
+TRAINER_PARAMETERS = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
+"""What TRL's trainer gives to a function, and Corral does not."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -114,8 +119,8 @@ def load_function(name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
 
 def is_group_function(function: Callable[..., Any]) -> bool:
     """Whether the function scores all samples of a prompt together."""
-    parameters = inspect.signature(function).parameters
-    return "responses" in parameters and not {"response", "solution_str"}.intersection(parameters)
+    parameters = set(inspect.signature(function).parameters)
+    return bool(parameters.intersection(GROUP_PARAMETERS)) and not parameters.intersection(("response", "solution_str"))
 
 
 def call_reward(function: Callable[..., Any], response: str, row: Row, options: Mapping[str, Any]) -> Score:
@@ -169,6 +174,10 @@ def read_result(result: Any) -> Score:
 
 def arguments_for(function: Callable[..., Any], response: str | Sequence[str], row: Row) -> dict[str, Any]:
     """Values for those of the function's parameters that name something of the row."""
+    parameters = inspect.signature(function).parameters
+    if is_for_trl(parameters):
+        lists = trl_arguments([response] if isinstance(response, str) else response, row)
+        return lists if _takes_anything(parameters) else {key: lists[key] for key in parameters if key in lists}
     values = {
         "response" if isinstance(response, str) else "responses": response,
         "answer": row.answer,
@@ -180,11 +189,28 @@ def arguments_for(function: Callable[..., Any], response: str | Sequence[str], r
         "extra_info": row.extra.get("extra_info"),
         "data_source": row.source,
     }
-    parameters = inspect.signature(function).parameters
     names = set(parameters)
     if _takes_anything(parameters) and not names.intersection(VERL_PARAMETERS):
         names.update(ROW_PARAMETERS)
     return {name: value for name, value in values.items() if name in names}
+
+
+def is_for_trl(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return "completions" in parameters and not {"response", "responses", "solution_str"}.intersection(parameters)
+
+
+def trl_arguments(responses: Sequence[str], row: Row) -> dict[str, list[Any]]:
+    """Lists with a value for each response: texts where the row's prompt is one, else messages, and the columns."""
+    completions: list[Any] = list(responses)
+    if row.text is None:
+        completions = [[Message(role="assistant", content=one)] for one in responses]
+    values = {
+        "data_source": row.source,
+        "answer": row.answer,
+        **row.extra,
+        "prompts": row.prompt if row.text is None else row.text,
+    }
+    return {**{key: [value] * len(responses) for key, value in values.items()}, "completions": completions}
 
 
 def _check_signature(function: Any, name: str, options: Mapping[str, Any]) -> None:
@@ -199,14 +225,19 @@ def _check_signature(function: Any, name: str, options: Mapping[str, Any]) -> No
     if not takes_responses(function):
         raise UserError(
             f"reward `{name}` must take a parameter named `response`; it takes ({', '.join(parameters)}). (One named "
-            "`responses` gets all samples of a prompt, to compare them)"
+            "`responses` gets all samples of a prompt, to compare them; one named `completions` is TRL's)"
         )
-    known = {*ROW_PARAMETERS, *VERL_PARAMETERS, *(["responses"] if is_group_function(function) else []), *options}
+    if is_trl := is_for_trl(parameters):
+        known = {*parameters} - {*TRAINER_PARAMETERS} | {*options}  # columns, of which the rows decide
+    else:
+        known = {*ROW_PARAMETERS, *VERL_PARAMETERS, *(["responses"] if is_group_function(function) else []), *options}
     for parameter in parameters.values():
         given = parameter.name in known
         variable = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise UserError(f"reward `{name}`: its parameter `{parameter.name}` can't be given by name")
+        if not given and not variable and parameter.default is parameter.empty and is_trl:
+            raise UserError(f"reward `{name}` needs `{parameter.name}` of TRL's trainer, which is not there in Corral")
         if not given and not variable and parameter.default is parameter.empty:
             raise UserError(f"reward `{name}` needs `{parameter.name}`; give it in reward.options")
     for option in options:
@@ -217,7 +248,8 @@ def _check_signature(function: Any, name: str, options: Mapping[str, Any]) -> No
 def takes_responses(function: Callable[..., Any]) -> bool:
     """Whether a reward function takes what it is to score."""
     parameters = inspect.signature(function).parameters
-    return bool({"response", "solution_str", "responses"}.intersection(parameters)) or _takes_anything(parameters)
+    named = {"response", "solution_str", *GROUP_PARAMETERS}.intersection(parameters)
+    return bool(named) or _takes_anything(parameters)
 
 
 def _try_out(declared: BuiltInReward, name: str, options: Mapping[str, Any]) -> None:

@@ -76,8 +76,10 @@ def run_as_init(settings: Any, is_root: bool) -> None:
     except BaseException as error:
         not_contained(error)
     while True:
-        pid, status = os.wait()
-        if pid == program:
+        pid, status = os.waitpid(-1, os.WUNTRACED)
+        if os.WIFSTOPPED(status):
+            os.kill(-1, signal.SIGCONT)  # with it others may have been stopped, for whom somebody waits
+        elif pid == program:
             os._exit(exit_code(status))
 
 

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from corral.data.images import images_by_id
@@ -61,7 +61,6 @@ from corral.rollout.openai_api import (
     finish_name,
     parse,
 )
-from corral.training.checkpoint import find_checkpoint
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
@@ -90,27 +89,52 @@ class ServedModel:
     chat: bool = True
     """Whether there is a chat template."""
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Number of characters of the longest token."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
     async def complete(
         self,
-        tokens: list[int],
+        prompts: list[list[int]],
         asked: SamplingFields,
         max_tokens: int | None,
         images: dict[int, bytes],
         on_tokens: Callable[[int, list[int]], None] | None = None,
     ) -> list[Completion]:
-        """`asked.n` completions of a prompt. `on_tokens` gets the number of the completion and what is new of it."""
-        self.check_prompt(tokens, max_tokens, images)
-        sampling = asked.sampling(max_tokens or self.max_length - len(tokens), self.end_tokens)
+        """`asked.n` completions of each prompt. `on_tokens` gets the number of the completion and what is new of it."""
+        for tokens in prompts:
+            self.check_prompt(tokens, max_tokens, images)
         seed = secrets.randbits(62) if asked.seed is None else asked.seed % 2**62
 
         def listener(number: int) -> Callable[[list[int]], None] | None:
             return None if on_tokens is None else lambda new: on_tokens(number, new)
 
         calls = [
-            self.engine.generate(tokens, sampling, seed + i, images=images, on_tokens=listener(i))
+            self.engine.generate(
+                tokens,
+                asked.sampling(max_tokens or self.max_length - len(tokens), self.end_tokens),
+                seed + i,  # a prompt's completions are the same alone and among others
+                images=images,
+                on_tokens=listener(number * asked.n + i),
+            )
+            for number, tokens in enumerate(prompts)
             for i in range(asked.n)
         ]
         return list(await asyncio.gather(*calls))
+
+    async def tokenize(self, prompts: list[str | list[int]]) -> list[list[int]]:
+        """In a thread: long texts take seconds. One that cannot fit, whatever its tokens are, is refused before."""
+        longest = max((len(one) for one in prompts if isinstance(one, str)), default=0)
+        if longest > self.max_length * self.longest_token:
+            raise RequestRefused(
+                400, "limit", f"{longest} characters are more than the {self.max_length} tokens of --max-length"
+            )
+
+        def encode() -> list[list[int]]:
+            return [self.tokenizer.encode(one) if isinstance(one, str) else one for one in prompts]
+
+        return await asyncio.to_thread(encode)
 
     def check_prompt(self, tokens: list[int], max_tokens: int | None, images: dict[int, bytes]) -> None:
         """Refuses tokens that the model does not have, and more than fit."""
@@ -180,8 +204,8 @@ class EngineService:
         asked = ChatRequest(messages, tools, body.model, bool(tools) and body.tool_choice != "none", body.stream, False)
         tokens = await asyncio.to_thread(self._render, served, messages, tools)
         limit = body.max_completion_tokens or body.max_tokens
-        writer = ChatWriter(self.name, body, asked, served.tokenizer, len(tokens))
-        return await self._answer(request, served, tokens, body, limit, images_by_id(messages), writer)
+        writer = ChatWriter(self.name, body, asked, served.tokenizer, [tokens])
+        return await self._answer(request, served, [tokens], body, limit, images_by_id(messages), writer)
 
     def _render(self, served: ServedModel, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
         try:
@@ -193,23 +217,24 @@ class EngineService:
     async def text(self, request: "Request") -> "Response":
         served = self.ready()
         body: TextBody = parse(TextBody, await read_body(request, MAX_BODY_BYTES))
-        tokens: list[int] = served.tokenizer.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
         limit = body.max_tokens or DEFAULT_MAX_TOKENS
-        writer = TextWriter(self.name, body, served.tokenizer, len(tokens))
+        prompts = await served.tokenize(body.prompts)
+        writer = TextWriter(self.name, body, served.tokenizer, prompts)
         if body.prompt_logprobs is not None:
             if body.stream:
                 raise RequestRefused(400, "unsupported", "`prompt_logprobs` with `stream: true` is not supported")
-            served.check_prompt(tokens, limit, {})
-            writer.add_prompt_logprobs(tokens, await served.engine.compute_logprobs(tokens, 1.0))
-        return await self._answer(request, served, tokens, body, limit, {}, writer)
+            for tokens in prompts:
+                served.check_prompt(tokens, limit, {})
+            writer.add_prompt_logprobs([await served.engine.compute_logprobs(tokens, 1.0) for tokens in prompts])
+        return await self._answer(request, served, prompts, body, limit, {}, writer)
 
     async def tokens(self, request: "Request") -> "Response":
         served = self.ready()
         body: TokensBody = parse(TokensBody, await read_body(request, MAX_BODY_BYTES))
         asked = body.sampling_params
         limit = asked.max_tokens or DEFAULT_MAX_TOKENS
-        completions = await self._while_connected(request, served.complete(body.token_ids, asked, limit, {}))
-        self._count(len(body.token_ids), completions)
+        completions = await self._while_connected(request, served.complete([body.token_ids], asked, limit, {}))
+        self._count([body.token_ids], completions)
         choices: list[dict[str, Any]] = [
             {
                 "index": index,
@@ -233,7 +258,7 @@ class EngineService:
         self,
         request: "Request",
         served: ServedModel,
-        tokens: list[int],
+        prompts: list[list[int]],
         body: ApiBody,
         limit: int | None,
         images: dict[int, bytes],
@@ -242,12 +267,12 @@ class EngineService:
         from fastapi.responses import StreamingResponse
 
         if not body.stream:
-            completions = await self._while_connected(request, served.complete(tokens, body, limit, images))
-            self._count(len(tokens), completions)
+            completions = await self._while_connected(request, served.complete(prompts, body, limit, images))
+            self._count(prompts, completions)
             return reply(200, writer.whole(completions))
         pieces: asyncio.Queue[tuple[int, list[int]] | None] = asyncio.Queue()
         work = asyncio.ensure_future(
-            served.complete(tokens, body, limit, images, lambda number, new: pieces.put_nowait((number, new)))
+            served.complete(prompts, body, limit, images, lambda number, new: pieces.put_nowait((number, new)))
         )
         work.add_done_callback(lambda _: pieces.put_nowait(None))
         first = await pieces.get()
@@ -262,7 +287,7 @@ class EngineService:
                         yield f"data: {json.dumps(event)}\n\n"
                     piece = await pieces.get()
                 completions = await work
-                self._count(len(tokens), completions)
+                self._count(prompts, completions)
                 for event in writer.end(completions):
                     yield f"data: {json.dumps(event)}\n\n"
                 yield "data: [DONE]\n\n"
@@ -284,23 +309,12 @@ class EngineService:
             task.cancel()
             gone.cancel()
 
-    def _count(self, num_prompt_tokens: int, completions: Sequence[Completion]) -> None:
-        self.metrics.prompt_tokens += num_prompt_tokens
+    def _count(self, prompts: Sequence[list[int]], completions: Sequence[Completion]) -> None:
+        self.metrics.prompt_tokens += sum(map(len, prompts))
         self.metrics.generated_tokens += sum(len(completion.tokens) for completion in completions)
 
 
 # --- the server
-
-
-def find_model(path: str) -> str:
-    """The model that a path means: of a run's folder, its newest checkpoint."""
-    checkpoints = Path(path).expanduser() / "checkpoints"
-    if not checkpoints.is_dir():
-        return path
-    newest = find_checkpoint(checkpoints, "auto")
-    if newest is None:
-        raise UserError(f"{path} has no checkpoint that is whole")
-    return str(newest)
 
 
 def load_served_model(spec: Model, max_length: int, max_sequences: int | None) -> ServedModel:

@@ -8,7 +8,7 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -92,13 +92,28 @@ class ChatBody(ApiBody):
     """vLLM's: the chat template writes the special tokens, and the tokenizer adds none."""
 
 
+Text = Annotated[str, Field(min_length=1)]
+Tokens = Annotated[list[int], Field(min_length=1)]
+
+
 class TextBody(ApiBody):
-    prompt: str | list[int] = Field(min_length=1)
+    prompt: Text | Tokens | Annotated[list[Text], Field(min_length=1)] | Annotated[list[Tokens], Field(min_length=1)]
     logprobs: int | None = Field(None, ge=0, le=1)
     prompt_logprobs: Literal[0] | None = None
     """vLLM's: 0 asks for the log-prob of each of the prompt's tokens, and of no others in their place."""
     add_special_tokens: Literal[True] = True
     """vLLM's: a text gets the special tokens with which the tokenizer begins every text."""
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_one else list(self.prompt)  # type: ignore[list-item]
+
+    @model_validator(mode="after")
+    def _bounded(self) -> "TextBody":
+        if len(self.prompts) * self.n > MAX_SAMPLES:
+            raise ValueError(f"{len(self.prompts)} prompts with n = {self.n} are more than {MAX_SAMPLES} completions")
+        return self
 
 
 class TokensBody(RequestBody):
@@ -218,15 +233,16 @@ def finish_name(reason: FinishReason) -> str:
 class Writer:
     """Formats the completions of one request, whole or piece by piece."""
 
-    def __init__(self, name: str, body: ApiBody, tokenizer: Any, num_prompt_tokens: int, kind: str) -> None:
-        self.body, self.tokenizer, self.num_prompt_tokens = body, tokenizer, num_prompt_tokens
+    def __init__(self, name: str, body: ApiBody, tokenizer: Any, prompts: Sequence[list[int]], kind: str) -> None:
+        self.body, self.tokenizer, self.prompts = body, tokenizer, prompts
         self.stop, self.id = body.stop_strings, secrets.token_hex(8)
         self.head = {"id": f"{kind}-{self.id}", "created": int(time.time()), "model": body.model or name}
-        self.streams = [TextStream(tokenizer, self.stop) for _ in range(body.n)]
+        self.streams = [TextStream(tokenizer, self.stop) for _ in range(body.n * len(prompts))]
 
     def usage(self, completions: Sequence[Completion]) -> dict[str, int]:
         num_new = sum(len(completion.tokens) for completion in completions)
-        return usage(ChatReply(Message(role="assistant", content=""), "", self.num_prompt_tokens, num_new))
+        num_prompt = sum(map(len, self.prompts))
+        return usage(ChatReply(Message(role="assistant", content=""), "", num_prompt, num_new))
 
     def with_usage(self, completions: Sequence[Completion], event: dict[str, Any]) -> list[dict[str, Any]]:
         if self.body.stream_options is None or not self.body.stream_options.include_usage:
@@ -235,8 +251,10 @@ class Writer:
 
 
 class ChatWriter(Writer):
-    def __init__(self, name: str, body: ChatBody, asked: ChatRequest, tokenizer: Any, num_prompt_tokens: int) -> None:
-        super().__init__(name, body, tokenizer, num_prompt_tokens, "chatcmpl")
+    def __init__(
+        self, name: str, body: ChatBody, asked: ChatRequest, tokenizer: Any, prompts: Sequence[list[int]]
+    ) -> None:
+        super().__init__(name, body, tokenizer, prompts, "chatcmpl")
         self.asked, self.wants_logprobs = asked, body.logprobs
         self.chunk = {**self.head, "object": "chat.completion.chunk"}
 
@@ -292,23 +310,28 @@ class ChatWriter(Writer):
 
 
 class TextWriter(Writer):
-    def __init__(self, name: str, body: TextBody, tokenizer: Any, num_prompt_tokens: int) -> None:
-        super().__init__(name, body, tokenizer, num_prompt_tokens, "cmpl")
+    def __init__(self, name: str, body: TextBody, tokenizer: Any, prompts: Sequence[list[int]]) -> None:
+        super().__init__(name, body, tokenizer, prompts, "cmpl")
         self.wants_logprobs = body.logprobs is not None
-        self.prompt_logprobs: list[dict[str, Any] | None] | None = None
+        self.prompt_logprobs: list[list[dict[str, Any] | None]] = []
+        """Of each prompt, where they are asked for."""
         self.head["object"] = "text_completion"
 
-    def add_prompt_logprobs(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """`logprobs`: of all tokens behind the first."""
-        texts = (self.tokenizer.decode([token]) for token in tokens[1:])
-        self.prompt_logprobs = [None] + [
-            {str(token): {"logprob": logprob, "decoded_token": text}}
-            for token, logprob, text in zip(tokens[1:], logprobs, texts, strict=True)
-        ]
+    def add_prompt_logprobs(self, logprobs: Sequence[Sequence[float]]) -> None:
+        """`logprobs`: of all tokens of each prompt behind the first."""
+        for tokens, own in zip(self.prompts, logprobs, strict=True):
+            texts = (self.tokenizer.decode([token]) for token in tokens[1:])
+            self.prompt_logprobs.append([None])
+            self.prompt_logprobs[-1] += [
+                {str(token): {"logprob": logprob, "decoded_token": text}}
+                for token, logprob, text in zip(tokens[1:], own, texts, strict=True)
+            ]
 
     def choice(self, index: int, text: str, reason: str | None, logprobs: Any = None) -> dict[str, Any]:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        return choice if self.prompt_logprobs is None else {**choice, "prompt_logprobs": self.prompt_logprobs}
+        if not self.prompt_logprobs:
+            return choice
+        return {**choice, "prompt_logprobs": self.prompt_logprobs[index // self.body.n]}
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices = [

@@ -129,7 +129,7 @@ def find_checkpoint(
     if resume == "never":
         return None
     if resume != "auto":
-        folder = Path(resume).expanduser()
+        folder = Path(find_model(resume)).expanduser()
         if problem := problem_with(folder, hashes=True):
             raise UserError(f"checkpoint.resume: {resume} is not a usable checkpoint: {problem}")
         return folder
@@ -137,6 +137,17 @@ def find_checkpoint(
         if folder not in without and problem_with(folder, hashes=hashes) is None:
             return folder
     return None
+
+
+def find_model(path: str) -> str:
+    """The model or checkpoint that a path means: of a run's folder, its newest checkpoint."""
+    checkpoints = Path(path).expanduser() / "checkpoints"
+    if not checkpoints.is_dir():
+        return path
+    newest = find_checkpoint(checkpoints, "auto")
+    if newest is None:
+        raise UserError(f"{path} has no checkpoint that is whole")
+    return str(newest)
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -107,6 +107,21 @@ def test_a_lambda_for_the_reward_and_another_for_the_loss_are_two_objects(tmp_pa
     assert run.metrics["samples/errors"].to_pylist() == [0, 0]
 
 
+def test_a_list_of_rewards_is_their_weighted_sum_and_one_may_be_for_trl(tmp_path: Path, tiny_model: Path) -> None:
+    def lengths(completions: list[str], prompts: list[str], solution: list[int], **columns: Any) -> list[float]:
+        assert [f"{number} + 1 =" for number in solution] == prompts
+        return [float(length(one)) for one in completions]
+
+    values = recipe(tmp_path, tiny_model, environment={"reward": {"name": "math", "options": {"right": 2}}})
+    rows = [{"prompt": f"{number} + 1 =", "solution": number} for number in range(8)]
+    run = corral.train(values, reward=[lengths, (length, 0.5), (lambda response: 1.0, 2)], data=rows, quiet=True)
+    for record in run.trajectories():
+        parts = record["rewards"]
+        assert parts == {"lengths": parts["length"], "length": parts["length"], "reward_3": 1.0}
+        assert record["reward"] == 1.5 * parts["length"] + 2
+    assert run.metrics["samples/errors"].to_pylist() == [0, 0]
+
+
 class Echo(corral.Env):
     async def reset(self, row: Any, seed: int) -> Any:
         return row.prompt
@@ -171,6 +186,9 @@ def test_what_is_wrong_is_an_error_with_a_line_for_each_problem(tmp_path: Path, 
     for nothing in (None, [1]):
         with pytest.raises(corral.UserError, match="a recipe is a path, nested mappings or a loaded recipe, not a"):
             corral.load_recipe(nothing)  # type: ignore[arg-type]
+    for wrong in (length, [length, length]):
+        with pytest.raises(corral.UserError, match=r"rewards: functions and classes are .*; did you mean `reward`"):
+            corral.train({}, rewards=wrong)
     with pytest.raises(corral.UserError, match="is not the folder of a run"):
         corral.Run(tmp_path)
 
@@ -286,8 +304,9 @@ def test_ctrl_c_in_a_notebook_ends_a_run_that_is_being_prepared(tmp_path: Path, 
 
 def test_a_cluster_takes_only_what_it_can_import(tmp_path: Path, tiny_model: Path) -> None:
     values = recipe(tmp_path, tiny_model, cluster={"devices_per_node": 2})
-    with pytest.raises(corral.UserError, match="cannot be imported by the workers of a cluster"):
-        corral.train(values, reward=lambda response: 0.0, data=ROWS)
+    for reward in (lambda response: 0.0, [length, (lambda response: 0.0, 2.0)]):
+        with pytest.raises(corral.UserError, match="cannot be imported by the workers of a cluster"):
+            corral.train(values, reward=reward, data=ROWS)
 
 
 @pytest.mark.slow
@@ -322,6 +341,8 @@ def test_a_checkpoint_is_evaluated(tmp_path: Path, tiny_model: Path) -> None:
     values["data"] = {**values["data"], "train": {"path": "arithmetic:addition"}}
     metrics = corral.evaluate(values, run.checkpoint, reward=length, validation=rows)
     assert metrics["validation/mean@1"] in (0.0, 1.0, 2.0)
+    of_run = corral.evaluate(values, run.folder, reward=length, validation=rows)
+    assert of_run["validation/mean@1"] == metrics["validation/mean@1"]
 
 
 @pytest.mark.slow

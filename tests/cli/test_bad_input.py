@@ -162,6 +162,17 @@ def test_unknown_command_and_option(tmp_path: Path) -> None:
         assert "Traceback" not in finished.stderr
 
 
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [(["--steps", "3"], "schedule.steps=3"), (["--learning-rate=3e-6"], "optimizer.learning_rate=3e-6")],
+)
+def test_an_option_that_is_a_key_of_the_recipe_is_named_as_one(tmp_path: Path, given: list[str], key: str) -> None:
+    option = given[0].partition("=")[0]
+    for verb in ("train", "sft", "plan", "rehearse", "evaluate"):
+        error = the_error(corral(tmp_path, verb, "recipe.yaml", *given))
+        assert error == f"{option} is no option; keys of the recipe have no dashes: {key}"
+
+
 def test_a_message_moves_no_cursor_and_colors_nothing(tmp_path: Path, tiny_model: Path) -> None:
     error = the_error(train(tmp_path, tiny_model, "schedule.st\x1b[2J\x1b]0;title\x07eps=3"))
     assert r"schedule.st\x1b[2J\x1b]0;title\x07eps" in error

@@ -210,3 +210,10 @@ def test_the_shell_completes_keys_of_the_recipe_and_names_to_choose_from(tmp_pat
     ]
     assert completed(tmp_path, "train", "recipe.yaml", "algorithm.name=gs") == ["algorithm.name=gspo"]
     assert "algorithm.loss=" in completed(tmp_path, "launch", "slurm", "recipe.yaml", "algorithm.l")
+
+
+def test_a_run_says_that_its_model_takes_the_general_path(tmp_path: Path, tiny_model: Path) -> None:
+    write_recipe(tmp_path, tiny_model)
+    trained = corral(tmp_path, "train", "recipe.yaml", "schedule.steps=1", "model.implementation=general")
+    assert trained.code == 0, trained.stderr
+    assert "computed on the general path (`model.implementation: general`)" in trained.stdout

@@ -77,6 +77,8 @@ def test_a_recipe_that_cannot_be_planned_is_not_written(tmp_path: Path) -> None:
     refused = corral(tmp_path, "init", "--algorithm", "grop")
     assert refused.code == 2
     assert "did you mean `grpo`" in refused.errors[0]
+    refused = corral(tmp_path, "init", "--model", "./nope")
+    assert (refused.code, refused.errors) == (2, ["error: --model ./nope is not a folder"])
     assert not (tmp_path / "recipe.yaml").exists()
 
 

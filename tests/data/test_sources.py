@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from corral.data import sources
 from corral.data.rows import Row
 from corral.data.sources import OverlongCounts, fit_prompts, load_rows, render_prompt
 from corral.recipe.errors import UserError
@@ -360,6 +361,25 @@ def test_zipped_texts_are_read_and_broken_ones_named(tmp_path: Path) -> None:
         (tmp_path / "rows.jsonl.gz").write_bytes(content)
         with pytest.raises(UserError, match=r"rows\.jsonl\.gz can't be read as gzip"):
             load(tmp_path / "rows.jsonl.gz")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.csv"])
+def test_a_line_without_end_is_not_read_to_its_end(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MAX_LINE_CHARACTERS", 100)
+    content = b'"prompt"\n' + b"x" * 98 + b"\n" + b"x" * 10**6
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    with pytest.raises(UserError, match=rf"{name}:3: the line has 100 characters or more, as no row has"):
+        list(sources.read_files([str(tmp_path / name)]))
+
+
+def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "x"}]), path)
+    content = bytearray(path.read_bytes())
+    content[4] ^= 0xFF  # of a page's header, which pyarrow reports as an OSError
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"rows\.parquet can't be read as parquet"):
+        load(path)
 
 
 @pytest.mark.parametrize("line", ["[" * 100_000, '{"prompt": ' + "9" * 5000 + "}"])

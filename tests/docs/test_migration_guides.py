@@ -1,17 +1,25 @@
 """The pages for those who come from other systems: their commands run, and their recipes are what `migrate` prints."""
 
+import ast
+import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from commands import corral
 from guide_commands import run
 from guides import ROOT, block, blocks
 
+from corral.api import load_recipe
+from corral.data.rows import Row
 from corral.migrate.config_sources import migrate_file
 from corral.migrate.migration import recipe_text
+from corral.recipe.keys import find_key
+from corral.rewards.reward_function import call_with
 
 GOLDEN = ROOT / "tests" / "migrate" / "golden"
 SOURCES = {
@@ -79,3 +87,20 @@ def test_configurations_are_named_as_over_there(tmp_path: Path) -> None:
         file, source = SOURCES[system]
         (tmp_path / "configs" / file).write_text((GOLDEN / source).read_text())
     run(tmp_path, block("migrate-config"))
+
+
+def test_the_page_about_trl_names_keys_that_there_are_and_a_recipe_that_loads() -> None:
+    page = ROOT / "docs" / "from-trl.md"
+    cells = [line.split(" | ")[-1] for line in page.read_text().splitlines() if line.startswith("| `")]
+    named = {key for cell in cells for key in re.findall(r"`([a-z_]+(?:\.[a-z_*]+)+)`", cell)}
+    assert len(named) > 60
+    assert not {key for key in named if find_key(tuple(key.split("."))) is None}
+    script, run, recipe = blocks(page)
+    assert load_recipe(yaml.safe_load(recipe.text)).algorithm.kl.coefficient == 0.001
+    functions: list[Any] = [one for one in ast.parse(script.text).body if isinstance(one, ast.FunctionDef)]
+    own: dict[str, Any] = {}
+    exec(compile(ast.Module(functions, []), "script", "exec"), own)
+    row = Row([{"role": "user", "content": "2 + 3?"}], "5", "", {})
+    assert [score.reward for score in call_with(own["right"], ["It is 5", "6"], row, {})] == [1, 0]
+    assert [score.reward for score in call_with(own["short"], ["12345", ""], row, {})] == [-0.005, 0]
+    assert "reward=[right, (short, 0.1)]" in run.text

@@ -33,11 +33,13 @@ def test_a_sound_class_of_ones_own_passes_without_a_solver() -> None:
     said = env_test(f"{BAD}:Good", "--episodes", "5")
     assert said.exit_code == 0, said.output
     assert "best    it has no such policy" in said.output
+    assert "  note    the same row and replies are another episode with another seed" in said.output
 
 
 def test_an_environment_with_pictures_passes() -> None:
     said = env_test(f"{HERE}/blocking_environments.py:Pictured", "--episodes", "2")
     assert said.output.count("  ok  ") == 6, said.output
+    assert "  note  " not in said.output
 
 
 @pytest.mark.parametrize(

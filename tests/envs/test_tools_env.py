@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import socket
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import Any, Literal
 
 import psutil
 import pytest
-from deadlines import within
+from deadlines import wait_until, within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_tokenizer
@@ -39,6 +40,7 @@ import asyncio
 import enum
 import os
 import re
+import signal
 import socket
 import sqlite3
 import subprocess
@@ -118,6 +120,12 @@ def take(megabytes: int) -> int:
 
 def crash():
     os.abort()
+
+
+def stop_all(again: bool):
+    os.kill(-1, signal.SIGSTOP)
+    while again:
+        os.kill(-1, signal.SIGSTOP)
 
 
 def cpu_seconds() -> int:
@@ -520,7 +528,7 @@ def test_a_session_that_is_stuck_is_killed_and_says_so(file: Path) -> None:
     late, gone = asyncio.run(play())
     assert late == "Error: `nap` did not answer within 0.2 s"
     assert gone == ("Error: `read` failed: the session has ended with an earlier call that was too late or crashed")
-    assert children_of_sandbox(envs) == 0
+    wait_until(lambda: children_of_sandbox(envs) == 0)
     envs.close()
 
 
@@ -665,6 +673,31 @@ def test_a_reset_that_is_cancelled_while_its_process_is_forked_leaves_none(file:
             if thread.name == "tool process":
                 thread.join(within(10))
         assert children_of_sandbox(envs) == 0
+
+
+def test_a_tool_that_stops_all_processes_holds_up_no_other_call(play: Play) -> None:
+    began = time.monotonic()
+    replies = [call("stop_all", again=True), call("stop_all", again=False), call("crash"), call("process")]
+    (late, _, crashed, other), _ = play(replies, "stop_all", "crash", "process", late_s=1)
+    assert "killed by signal 6 (SIGABRT" in content(crashed)
+    assert content(late) == "Error: `stop_all` did not answer within 1 s"
+    assert content(other).isdecimal()
+    assert time.monotonic() - began < within(20)  # each end and each fork waited for 120 s
+
+
+def test_a_template_that_does_not_answer_costs_no_call_more_than_its_deadline(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tool_processes, "REPLY_S", 1.0)
+    with closing(environments(file, "sleep", "process", sandbox=False)) as envs:
+        processes = envs.factories[""].shared[0].processes  # type: ignore[attr-defined]
+        late = processes.fork()
+        os.kill(processes._template._process.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            late.request(0.2, "call", 0, None, {"seconds": 600})
+        assert time.monotonic() - began < within(0.9)
+        assert int(processes.call(1, {}, within(5))) > 1
 
 
 def test_a_regular_expression_without_end_is_over_at_its_deadline(play: Play) -> None:

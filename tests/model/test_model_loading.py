@@ -1,6 +1,7 @@
 """What a recipe may change about a model and its tokenizer, and what it gets for its mistakes."""
 
 import gc
+import json
 import os
 import platform
 import re
@@ -9,6 +10,8 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from corral.model import model_loading
 from corral.model.fused_layers import unfuse
 from corral.model.model_loading import (
     STORED_WEIGHTS,
+    end_tokens,
     load_config,
     load_model,
     load_to_shard,
@@ -187,3 +191,42 @@ def test_weights_that_are_not_there_are_never_random_ones(
         os.truncate(file, file.stat().st_size - 1000)
     with pytest.raises(UserError, match=message):
         load(Model(path=str(tmp_path)), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+        ({"num_attention_heads": "x"}, "field 'num_attention_heads': TypeError: .*'num_attention_heads' expected int"),
+        ({"vocab_size": -1}, "negative dimension"),
+        ({"dtype": "os.system"}, "AttributeError"),
+        ({"hidden_act": "nope"}, "KeyError: 'nope'"),
+        ("config.json", "maximum recursion depth|recursion"),
+        ("tokenizer.json", "no tokenizer could be loaded from"),
+        ("pytorch_model.bin", "UnpicklingError"),
+    ],
+    ids=str,
+)
+def test_a_folder_that_is_no_model_is_one_line(
+    tiny_model: Path, tmp_path: Path, changes: dict[str, Any] | str, message: str
+) -> None:
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+    if isinstance(changes, dict):
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    elif changes.endswith(".json"):
+        (tmp_path / changes).write_text("[" * 100_000)
+    else:
+        (tmp_path / "model.safetensors").unlink()
+        (tmp_path / changes).write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    load = load_tokenizer if changes == "tokenizer.json" else lambda spec: load_model(spec, torch.device("cpu"))
+    with pytest.raises(UserError, match=rf"^model\.path: .*({message})") as refused:
+        load(Model(path=str(tmp_path), dtype="float32"))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("wrong", ["x", [2, "x"]])
+def test_an_end_token_that_is_no_number_is_one_line(wrong: Any) -> None:
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=wrong))
+    with pytest.raises(UserError, match=r"`eos_token_id` of its generation_config\.json is 'x', no token's number"):
+        end_tokens(model, SimpleNamespace(eos_token_id=2))

@@ -11,7 +11,7 @@ from commands import corral
 
 from corral.cli.planning import planned
 from corral.recipe.errors import UserError
-from corral.recipe.fit import Hardware, candidates, find_fit
+from corral.recipe.fit import Hardware, candidates, find_fit, format_seconds
 from corral.recipe.load import load_recipe
 from corral.recipe.plan import make_plan
 from corral.recipe.schema import Recipe
@@ -212,6 +212,8 @@ def test_fit_needs_devices_and_devices_need_fit(folder: Path) -> None:
         ("1xA100-40", (1, 1, 40)),
         ("4x8xh100-80", (4, 8, 80)),
         ("3x4xl40s-48", (3, 4, 48)),
+        ("8xh100", (1, 8, 80)),
+        ("2x8xH200", (2, 8, 141)),
     ],
 )
 def test_devices_are_read(text: str, devices: tuple[int, int, int]) -> None:
@@ -220,13 +222,15 @@ def test_devices_are_read(text: str, devices: tuple[int, int, int]) -> None:
     assert Hardware.parse(str(hardware)) == hardware
 
 
-@pytest.mark.parametrize("text", ["8", "h100", "8xh100", "0xh100-80", "8 x h100-80", "8xh100-80x", "-1xh100-80", ""])
+@pytest.mark.parametrize("text", ["8", "h100", "0xh100-80", "8 x h100-80", "8xh100-80x", "-1xh100-80", ""])
 def test_other_words_for_devices_are_refused_with_the_form(text: str) -> None:
     with pytest.raises(UserError, match=r"write COUNTxKIND-GIB or NODESxCOUNTxKIND-GIB, as 1xa100-40, 8xh100-80"):
         Hardware.parse(text)
 
 
 def test_unknown_kinds_and_parts_of_nodes_are_refused() -> None:
+    with pytest.raises(UserError, match="write how many GiB each has, as 8xa100-80"):
+        Hardware.parse("8xa100")
     with pytest.raises(UserError, match="h101 is none of a100, "):
         Hardware.parse("8xh101-80")
     with pytest.raises(UserError, match="12 are not whole nodes of 8"):
@@ -282,3 +286,7 @@ def test_estimated_steps_are_near_the_measured_ones(name: str, model: str, lora:
 @pytest.mark.slow
 def test_the_table_of_the_page_is_what_the_script_prints(script: dict[str, Any]) -> None:
     assert "\n".join(script["table"]()) in (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
+
+
+def test_a_long_step_is_in_minutes() -> None:
+    assert [format_seconds(seconds) for seconds in (0.25, 45.2, 1070)] == ["0.25 s", "45.2 s", "17.8 min"]

@@ -134,9 +134,16 @@ def test_a_folder_without_a_config_is_one_line(tmp_path):
 
 
 def test_a_config_that_is_not_json_is_one_line(tmp_path):
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config.json: is not valid JSON"):
-        ModelShape.from_folder(tmp_path)
+    for text in ("{", "[" * 100_000):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(UserError, match=r"config.json: is not valid JSON"):
+            ModelShape.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"num_attention_heads": 0}, {"num_hidden_layers": 10**9}])
+def test_numbers_that_no_model_has_are_one_line(change):
+    with pytest.raises(UserError, match=r"config.json: is of no model: it has \d+ attention heads and \d+ layers"):
+        ModelShape.from_config(LLAMA3_8B | change)
 
 
 def test_a_missing_number_is_named():

@@ -73,6 +73,10 @@ def test_a_wrong_choice_in_a_list_is_the_one_that_is_named(problems):
         ("rollout=5", "`rollout: 5` should be a section, with its keys indented below it"),
         ("schedule.max_staleness=-1", "`schedule.max_staleness: -1` should be a whole number, at least 0"),
         ("train.parallel.shard=0", "`train.parallel.shard: 0` should be a whole number, at least 1 or null"),
+        (
+            "train.gradient_checkpointing=yes",
+            "`train.gradient_checkpointing: yes` is not one of true, false, selective",
+        ),
         ("train.offload=[weights]", "`train.offload: weights` is not one of parameters, gradients, optimizer"),
         ("cluster.placement.actor=1.5", "`cluster.placement.actor: 1.5` should be text or a whole number or a list"),
     ],

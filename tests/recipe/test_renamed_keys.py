@@ -51,5 +51,11 @@ def test_keys_below_an_old_section_are_each_led_to_the_new_one(problems):
     ]
 
 
+def test_a_name_below_an_old_section_that_is_no_key_leads_to_one(problems):
+    [problem] = problems("optimiser.lr=1")
+    where = "is now below `optimizer`, which has no `lr`; did you mean `optimizer.learning_rate`?"
+    assert problem == f"override optimiser.lr=1: `optimiser.lr` {where}"
+
+
 def test_a_key_that_was_not_renamed_has_no_new_path():
     assert new_path(("batch", "prompts_per_step")) is None

@@ -382,7 +382,10 @@ def test_weights_do_not_travel_where_actor_and_rollout_are_together(load, transf
         ("train.parallel.shard=2", "shard 2 = 2 is not the 1 device of actor"),
         (f"{TOGETHER} train.parallel.pipeline=3", "pipeline 3 = 3 does not divide the 4 devices of actor"),
         (f"{TOGETHER} train.parallel.context=3", "context 3 = 3 does not divide the 4 devices of actor"),
-        (f"{TOGETHER} train.parallel.shard=1", "shard 1 = 1 is not the 4 devices of actor"),
+        (
+            f"{TOGETHER} train.parallel.shard=1",
+            "shard 1 = 1 is not the 4 devices of actor; `shard: 4` or `replicate: 4` would be",
+        ),
         (f"{TOGETHER} train.parallel.shard=2 train.parallel.expert=4", "shard 2 x expert 4 = 8 is not the 4 devices"),
         (f"{TOGETHER} algorithm.name=ppo train.parallel.tensor=3", "tensor 3 = 3 does not divide the 4 devices of"),
         (

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,20 @@ def test_a_dict_gives_score_and_metrics() -> None:
 
     result = call_reward(function, "four", ROW, {})
     assert (result.reward, result.metrics) == (1.0, {"length": 4.0})
+
+
+@pytest.mark.parametrize(("text", "of"), [("2 + 2?", str), (None, lambda one: one[0]["content"])])
+def test_a_function_written_for_trl_gets_lists_of_completions_and_columns(text: str | None, of: Any) -> None:
+    def right(prompts: list[Any], completions: list[Any], answer: list[str], level: list[int], **others: Any) -> Any:
+        assert prompts == [text or ROW.prompt] * 3
+        assert (level, others) == ([1] * 3, {"data_source": ["sums"] * 3, "extra_info": [{"index": 3}] * 3, "most": 2})
+        return [None if not of(one) else of(one) == own for one, own in zip(completions, answer, strict=True)]
+
+    assert is_group_function(right)
+    scores = call_with(right, ["4", "5", ""], replace(ROW, text=text), {"most": 2})
+    assert [score.reward for score in scores] == [1.0, 0.0, None]
+    counted = call_with(lambda completions: list(map(len, completions)), ["4"], replace(ROW, text="?"), {})
+    assert counted[0].reward == 1
 
 
 @pytest.mark.parametrize("returned", [None, {"score": None, "length": 4}])
@@ -126,6 +141,11 @@ def write(tmp_path: Path) -> Callable[[str], str]:
         ("def score(response, bonus): return 1", {}, r"needs `bonus`; give it in reward\.options"),
         ("def score(response, bonus=1): return 1", {"bonsu": 2}, "no option `bonsu`; did you mean `bonus`?"),
         ("def score(response, /): return 1", {}, "`response` can't be given by name"),
+        (
+            "def score(completions, log_metric): return [1]",
+            {},
+            "needs `log_metric` of TRL's trainer",
+        ),
         ("score = 3", {}, "is not a function"),
         ("def scores(response): return 1", {}, "has no `score`; did you mean `scores`?"),
         ("import nothing_like_this", {}, "failed: ModuleNotFoundError"),

@@ -5,7 +5,9 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +30,7 @@ from corral.model.model_loading import load_tokenizer
 from corral.recipe.errors import UserError
 from corral.recipe.schema import Model
 from corral.rollout.engine import Completion, FinishReason
-from corral.rollout.engine_server import EngineService, find_model, load_served_model, make_app
+from corral.rollout.engine_server import EngineService, load_served_model, make_app
 from corral.rollout.openai_api import (
     ChatBody,
     ChatWriter,
@@ -39,6 +41,7 @@ from corral.rollout.openai_api import (
     TokensSampling,
     parse,
 )
+from corral.training.checkpoint import find_model
 
 MESSAGES: Any = [{"role": "user", "content": "What is 2 + 3?"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -121,6 +124,50 @@ def test_text_is_completed_up_to_a_stop_string(server: Server, plain: tuple[Any,
     assert by_tokens.choices[0].text == free
 
 
+def test_several_prompts_are_completed_as_each_is_alone(server: Server, plain: tuple[Any, Any]) -> None:
+    texts = ["Hello", "What is 2 + 3?"]
+    asked = {"max_tokens": 9, "seed": 1, "n": 2, "prompt_logprobs": 0, "ignore_eos": True}
+    alone = [server.post("/v1/completions", {**asked, "prompt": text}).json() for text in texts]
+    together = server.post("/v1/completions", {**asked, "prompt": texts}).json()
+    expected = [choice for one in alone for choice in one["choices"]]
+    assert together["choices"] == [{**choice, "index": i} for i, choice in enumerate(expected)]
+    assert together["usage"] == {key: sum(one["usage"][key] for one in alone) for key in together["usage"]}
+    by_tokens = {**asked, "prompt": [plain[1].encode(text) for text in texts]}
+    assert server.post("/v1/completions", by_tokens).json()["choices"] == together["choices"]
+    pieces = [""] * 4
+    del asked["prompt_logprobs"]
+    for event in server.client.completions.create(
+        model="tiny", prompt=texts, seed=1, n=2, max_tokens=9, stream=True, extra_body={"ignore_eos": True}
+    ):
+        pieces[event.choices[0].index] += event.choices[0].text
+    assert pieces == [choice["text"] for choice in expected]
+
+
+def test_a_long_text_is_tokenized_next_to_other_requests_and_one_that_cannot_fit_not_at_all(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert server.service.served is not None
+    tokenizer = server.service.served.tokenizer
+    encode, may_go_on = tokenizer.encode, threading.Event()
+    tokenized = []
+
+    def slow(text: str) -> Any:
+        tokenized.append(text)
+        assert may_go_on.wait(WAIT_S)
+        return encode(text)
+
+    monkeypatch.setattr(tokenizer, "encode", slow)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.post, "/v1/completions", {"prompt": "Hello", "max_tokens": 1})
+        wait_until(lambda: tokenized)
+        assert httpx.get(f"{server.url}/health", timeout=WAIT_S).status_code == 200
+        refused = server.post("/v1/completions", {"prompt": ["Hello", "a" * 10**6], "max_tokens": 1})
+        may_go_on.set()
+        assert answer.result().status_code == 200
+    assert "1000000 characters are more than the 256 tokens of --max-length" in refused.json()["error"]["message"]
+    assert tokenized == ["Hello"]
+
+
 @pytest.mark.parametrize("stop", ["", [""]])
 def test_an_empty_stop_string_stops_nothing(server: Server, stop: Any) -> None:
     body = {"prompt": "Hello", "seed": 1, "max_tokens": 5}
@@ -136,7 +183,7 @@ def test_tool_calls_of_two_replies_have_different_ids(plain: tuple[Any, Any]) ->
     ids = [
         call["id"]
         for _ in range(2)
-        for choice in ChatWriter("tiny", body, asked, plain[1], 5).whole([completion] * 2)["choices"]
+        for choice in ChatWriter("tiny", body, asked, plain[1], [[1] * 5]).whole([completion] * 2)["choices"]
         for call in choice["message"]["tool_calls"]
     ]
     assert len(ids) == len(set(ids)) == 8
@@ -199,8 +246,10 @@ def test_log_probs_of_a_chat_are_those_of_its_tokens(server: Server) -> None:
         ("/v1/chat/completions", {"messages": MESSAGES, "temperature": -1}, "temperature"),
         ("/v1/chat/completions", {"messages": MESSAGES, "top_k": 2**63}, "top_k"),
         ("/v1/chat/completions", {"messages": [*MESSAGES, {"role": "assistant", "content": "5"}]}, "does not continue"),
-        ("/v1/completions", {"prompt": ["a", "b"]}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", [5]]}, "prompt"),
+        ("/v1/completions", {"prompt": ["a"] * 65, "n": 2}, "65 prompts with n = 2 are more than 128 completions"),
         ("/v1/completions", {"prompt": ""}, "at least 1"),
+        ("/v1/completions", {"prompt": []}, "at least 1"),
         ("/v1/completions", {"prompt": "a", "prompt_logprobs": 5}, "prompt_logprobs"),
         ("/v1/completions", {"prompt": "a", "prompt_logprobs": 0, "stream": True}, "with `stream: true`"),
         ("/v1/completions", {"prompt": [10**6], "prompt_logprobs": 0}, "outside of the vocabulary"),

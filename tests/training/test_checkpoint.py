@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import corral
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import train_here
@@ -18,6 +19,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from corral.recipe.errors import UserError
+from corral.recipe.shape import ModelShape
 from corral.training import checkpoint as module
 from corral.training.checkpoint import (
     export_model,
@@ -239,6 +241,16 @@ def test_a_model_can_be_exported_in_another_precision(checkpoint: Path, tmp_path
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert model.dtype == getattr(torch, dtype)
     torch.testing.assert_close(model.float()(TOKENS).logits, logits(checkpoint), atol=2e-2, rtol=0)
+
+
+def test_a_run_stands_for_its_newest_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    run = checkpoint.parents[1]
+    assert find_checkpoint(tmp_path, str(run)) == checkpoint
+    result = corral(tmp_path, "export", str(run), "out")
+    assert result.code == 0, result.stderr
+    assert torch.equal(logits(tmp_path / "out"), logits(checkpoint))
+    with pytest.raises(UserError, match=rf"{run} is a run, so name its checkpoint {checkpoint}$"):
+        ModelShape.read(str(run))
 
 
 def test_export_refuses_what_would_go_wrong(checkpoint: Path, tiny_model: Path, tmp_path: Path) -> None:
