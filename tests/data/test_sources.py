@@ -139,6 +139,25 @@ def test_a_file_that_cannot_be_read_is_an_error_with_the_reason_and_the_line(
         load(tmp_path / name)
 
 
+def test_a_damaged_page_of_parquet_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS * 100), path, compression="snappy")
+    content = bytearray(path.read_bytes())
+    content[4:100] = bytes(96)
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"a\.parquet can't be read as parquet"):
+        load(path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.csv.gz"])
+def test_a_line_has_a_largest_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("corral.data.sources.MAX_LINE", 1000)
+    with gzip.open(tmp_path / name, "wt") as file:
+        file.write('{"prompt": "x"}\n' + "x" * 2000)
+    with pytest.raises(UserError, match=rf"{name}:2: the line has more than 1000 characters"):
+        load(tmp_path / name)
+
+
 def test_a_bad_row_is_named_by_its_place_in_the_file(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "x"}, {"prompt": ""}]), tmp_path / "rows.parquet")
     with pytest.raises(UserError, match=r"rows\.parquet\[1\]: the prompt is empty"):
