@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from corral.model.attention import ATTENTION_NAME, make_exact, register
@@ -25,8 +25,9 @@ from corral.model.lora import AdapterFolder, add_adapters, merge_adapters, scale
 from corral.model.model_check import check_model
 from corral.model.quantization import quantize, round_weights
 from corral.model.vision import load_vision
-from corral.recipe.errors import UserError, first_line
+from corral.recipe.errors import UserError, first_line, one_line
 from corral.recipe.schema import Lora, Model
+from corral.recipe.shape import ModelShape, model_folder
 
 MAX_TEMPLATE_BYTES = 1 << 20
 
@@ -101,15 +102,14 @@ def load_config(model: Model) -> Any:
     """transformers' configuration of the model, with the recipe's changes."""
     from transformers import AutoConfig
 
-    try:
+    ModelShape.find(model.path)  # raises for sizes up to which transformers would count for ever
+    with one_line(f"model.path: {model.path} could not be loaded"):
         config, unknown = AutoConfig.from_pretrained(
             model_source(model.path),
             trust_remote_code=model.trust_remote_code,
             return_unused_kwargs=True,
             **model.config_overrides,
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"model.path: {model.path} could not be loaded: {first_line(error)}") from error
     if unknown := unknown.keys() - {"trust_remote_code"}:
         raise UserError(f"model.config_overrides: the configuration of {model.path} has no {min(unknown)!r}")
     return config
@@ -169,7 +169,7 @@ def read_model(model: Model, dtype: torch.dtype, as_stored: bool = False) -> Any
     source = model_source(model.path)
     vision = load_vision(config, source)
     auto_class = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
-    try:
+    with one_line(f"model.path: {model.path} could not be loaded"), explaining_shapes():
         loaded, report = auto_class.from_pretrained(
             source,
             output_loading_info=True,
@@ -178,9 +178,8 @@ def read_model(model: Model, dtype: torch.dtype, as_stored: bool = False) -> Any
             attn_implementation=ATTENTION_NAME if path.kind == "fast" else None,
             trust_remote_code=model.trust_remote_code,
         )
-    except (OSError, ValueError, RuntimeError, json.JSONDecodeError, SafetensorError) as error:
-        raise UserError(f"model.path: {model.path} could not be loaded: {explain_load(error)}") from error
     refuse_missing(report["missing_keys"], loaded, model.path)
+    refuse_integers(loaded, source, model.path)
     if model.exact and path.kind == "general":
         raise UserError(f"model.exact: {model.path} takes the {path}, which rounds as transformers does; leave it out")
     if model.exact:
@@ -193,10 +192,14 @@ def read_model(model: Model, dtype: torch.dtype, as_stored: bool = False) -> Any
     return loaded.eval()
 
 
-def explain_load(error: Exception) -> str:
-    if "ignore_mismatched_sizes" in str(error):
-        return "its weights have other shapes than its config.json says"
-    return first_line(error)
+@contextmanager
+def explaining_shapes() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" in str(error):
+            raise ValueError("its weights have other shapes than its config.json says") from error
+        raise
 
 
 def refuse_missing(missing: Collection[str], loaded: Any, path: str) -> None:
@@ -207,6 +210,16 @@ def refuse_missing(missing: Collection[str], loaded: Any, path: str) -> None:
             f"model.path: {path} has no weights for {len(missing)} of the model's {whole} tensors, such as "
             f"{min(missing)}: they would be random. A file may be missing, or the names belong to another architecture"
         )
+
+
+def refuse_integers(loaded: Any, source: str, path: str) -> None:
+    """transformers rounds weights that are stored as integers, most of them to 0."""
+    own = {name for name, parameter in loaded.named_parameters() if parameter.is_floating_point()}
+    for file in (model_folder(source) or Path(source)).glob("*.safetensors"):
+        with safe_open(file, "pt") as stored:
+            for name in own.intersection(stored.keys()):
+                if not (dtype := stored.get_slice(name).get_dtype()).startswith(("F", "BF")):
+                    raise UserError(f"model.path: {path}: {name} is stored as {dtype}, and the model has real numbers")
 
 
 def load_adapter(loaded: Any, model: Model) -> None:
@@ -327,10 +340,8 @@ def load_tokenizer(model: Model) -> Any:
     source = model_source(model.path)
     if (Path(model.path).expanduser() / "tokenizer_config.json").is_file():  # of an adapter's folder, its own
         source = str(Path(model.path).expanduser())
-    try:
+    with one_line(f"model.path: no tokenizer could be loaded from {model.path}"):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.path: no tokenizer could be loaded from {model.path}: {first_line(error)}") from error
     if model.chat_template is not None:
         tokenizer.chat_template = read_chat_template(model.chat_template)
     if model.chat_template_arguments and isinstance(tokenizer.chat_template, str):
@@ -362,4 +373,7 @@ def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     """Tokens with which the model ends its turn: the generation config's and the tokenizer's."""
     configured = getattr(model, "generation_config", None) and model.generation_config.eos_token_id
     tokens = configured if isinstance(configured, list) else [configured]
-    return frozenset(int(token) for token in [*tokens, tokenizer.eos_token_id] if token is not None)
+    for token in tokens:
+        if token is not None and type(token) is not int:
+            raise UserError(f"model.path: {model.name_or_path} has the end token {token!r}, which is not a number")
+    return frozenset(token for token in [*tokens, tokenizer.eos_token_id] if token is not None)

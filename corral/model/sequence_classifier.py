@@ -15,7 +15,7 @@ import torch
 from corral.data.rows import Conversation
 from corral.model.lora import AdapterFolder
 from corral.model.model_loading import collector_paused, model_source, resolve_dtype
-from corral.recipe.errors import UserError, first_line
+from corral.recipe.errors import UserError, one_line
 from corral.recipe.schema import RewardModel
 
 KEY = "reward_model.path"
@@ -102,13 +102,11 @@ def load_classifier(
     if AdapterFolder.find(path) is not None:
         raise UserError(f"{KEY}: {path} is an adapter; merge it into its model, and name that")
     source, code = model_source(path, KEY), settings.trust_remote_code
-    try:
+    with one_line(f"{KEY}: {path} could not be loaded as a sequence classifier"):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=code)
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             source, dtype=resolve_dtype(settings.dtype, device), trust_remote_code=code, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise UserError(f"{KEY}: {path} could not be loaded as a sequence classifier: {first_line(error)}") from error
     if missing := sorted(loading["missing_keys"]):
         raise UserError(
             f"{KEY}: {path} has no weights for {missing[0]}, so it is not a sequence classifier; its scores would be "

@@ -1,6 +1,7 @@
 """What a recipe may change about a model and its tokenizer, and what it gets for its mistakes."""
 
 import gc
+import json
 import os
 import platform
 import re
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from corral.model import model_loading
 from corral.model.fused_layers import unfuse
 from corral.model.model_loading import (
     STORED_WEIGHTS,
+    end_tokens,
     load_config,
     load_model,
     load_to_shard,
@@ -165,6 +168,7 @@ def test_threads_that_convolve_equal_shapes_at_once_get_their_own_numbers() -> N
         ("renamed", r"no weights for 1 of the model's \d+ tensors"),
         ("reshaped", "its weights have other shapes than its config.json says"),
         ("truncated", "could not be loaded"),
+        ("integers", r"model\.layers\.0\.\S+ is stored as I32, and the model has real numbers"),
     ],
 )
 @pytest.mark.parametrize("load", [load_model, load_to_shard])
@@ -182,8 +186,42 @@ def test_weights_that_are_not_there_are_never_random_ones(
         tensors[name] = torch.zeros(3, 4)
     elif damage == "truncated":
         tensors[name] = tensor
+    elif damage == "integers":
+        tensors[name] = tensor.to(torch.int32)
     save_file(tensors, file, metadata={"format": "pt"})
     if damage == "truncated":
         os.truncate(file, file.stat().st_size - 1000)
     with pytest.raises(UserError, match=message):
         load(Model(path=str(tmp_path)), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value", "problem"),
+    [
+        ("config.json", "rope_parameters", "x", "could not be loaded: Validation error for field 'rope_parameters'"),
+        ("config.json", "rope_parameters", {"rope_type": "yarn"}, "Missing required keys in `rope_parameters`"),
+        ("config.json", "hidden_act", "os.system", "could not be loaded: there is no 'os.system'"),
+        ("config.json", "dtype", "os.system", "has no attribute 'os.system'"),
+        ("config.json", "num_hidden_layers", 10**9, "`num_hidden_layers: 1000000000` is not one of a model"),
+        ("config.json", "num_key_value_heads", 0, "could not be loaded: integer division"),
+        ("config.json", "rms_norm_eps", "x", "Field 'rms_norm_eps' expected float"),
+        ("config.json", "quantization_config", "x", "could not be loaded: 'str' object has no"),
+        ("generation_config.json", "eos_token_id", [2, "x"], "has the end token 'x', which is not a number"),
+        ("generation_config.json", None, "[" * 100_000, "it is nested too deeply"),
+        ("tokenizer_config.json", "eos_token", 5, "no tokenizer could be loaded"),
+        ("tokenizer_config.json", None, "5", "no tokenizer could be loaded"),
+        ("tokenizer.json", None, "{}", "no tokenizer could be loaded"),
+        ("tokenizer.json", None, "[" * 100_000, "no tokenizer could be loaded from .*: it is nested too deeply"),
+    ],
+    ids=lambda part: str(part)[:30],
+)
+def test_whatever_a_folder_says_a_model_is_it_is_loaded_or_refused_in_one_line(
+    tiny_model: Path, tmp_path: Path, file: str, key: str | None, value: Any, problem: str
+) -> None:
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+    text = value if key is None else json.dumps({**json.loads((tmp_path / file).read_text()), key: value})
+    (tmp_path / file).write_text(text)
+    model = Model(path=str(tmp_path), dtype="float32")
+    with pytest.raises(UserError, match=problem) as raised:
+        end_tokens(load_model(model, torch.device("cpu")), load_tokenizer(model))
+    assert "\n" not in str(raised.value)
