@@ -35,6 +35,7 @@ from deadlines import within
 from fuzz_kinds import KINDS, Kind
 
 from corral.cli.main import print_error
+from corral.observe.console import ENDED_BY
 from corral.recipe.errors import RunError, UserError
 
 REFUSALS = (UserError, RunError, OSError)
@@ -127,7 +128,8 @@ class LoggedErrors(logging.Handler):
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(self.format(record))
+        if record.name != ENDED_BY:  # a run's log says why it failed, in the one line that the user gets
+            self.texts.append(self.format(record))
 
     def thread_died(self, args: threading.ExceptHookArgs) -> None:
         self.texts.append("".join(traceback.format_exception(args.exc_value)))  # type: ignore[arg-type]

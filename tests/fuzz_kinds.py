@@ -8,6 +8,7 @@ import io
 import json
 import random
 import re
+import shutil
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
@@ -15,10 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from deadlines import within
-from mutations import PIECES, any_value, broken_bytes, broken_json, broken_text, broken_tree, broken_value
+from mutations import PIECES, any_value, broken_bytes, broken_json, broken_text, broken_tree, broken_value, places_in
+from runs import make_manifest, rows_of, train_here
+from safetensors.torch import load_file, save_file
 from tiny import save_tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM
 
 from corral.cli import migrate
 from corral.cli.planning import load_own_recipe, print_plan
@@ -27,6 +32,8 @@ from corral.data.sources import load_rows
 from corral.data.supervised import prepare_prompts
 from corral.envs.built_in.agent import AgentEnv
 from corral.envs.chat_endpoint import ChangedHistory
+from corral.model.model_check import packed_logprobs
+from corral.model.model_loading import load_model
 from corral.recipe.keys import all_keys, choices_of
 from corral.recipe.load import dump_recipe
 from corral.recipe.schema import Data, Model, Source
@@ -36,6 +43,7 @@ from corral.retrieval.server import QueryBatcher, RetrieverService, ServerLimits
 from corral.retrieval.server import make_app as retriever_app
 from corral.rollout.engine_server import CHAT, TEXT, TOKENS, EngineService, load_served_model
 from corral.rollout.engine_server import make_app as engine_app
+from corral.training.checkpoint import MANIFEST
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "tests" / "migrate" / "golden"
@@ -517,3 +525,151 @@ async def status_of(reader: asyncio.StreamReader) -> tuple[int, bool]:
     except (asyncio.IncompleteReadError, ConnectionError):
         return 0, True
     return int(head.split()[1]), "Connection: close" in head
+
+
+# --- folders of models, and checkpoints, whose manifest fits
+
+MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+STATE_FILES = ("state.json", "actor/optimizer.json", "ledger.jsonl", MANIFEST)
+TENSOR_FILES = {"model": ("model.safetensors",), "checkpoint": ("model.safetensors", "actor/optimizer.safetensors")}
+TENSOR_DAMAGES = ("gone", "renamed", "reshaped", "one number", "longer", "empty", "integers", "nan", "inf")
+FILE_DAMAGES = ("gone", "empty", "pickle", "folder", "truncated", "flipped")
+DEEP = "nested too deeply"
+WRONG_VALUES: list[Any] = [
+    *(None, True, -1, 0, 3, 1.5, 10**9, 2**63, 10**30, -(10**12), 1e300, float("nan"), float("inf"), "x", "", "1"),
+    *("os.system", "../../x", DEEP, [], {}, [1], ["x"], {"x": 1}, {"a": {"b": [None]}}),
+]
+ONE_STEP, ONE_MORE = ("schedule.steps=1",), ("schedule.steps=3", "checkpoint.at_end=false")
+
+
+@dataclass(frozen=True)
+class Damage:
+    file: str
+    what: str
+    """One of TENSOR_DAMAGES after the word tensor, one of FILE_DAMAGES, or `value`: one of JSON."""
+    seed: int
+    fits: bool
+    """Whether the manifest is made anew, as by who has changed the file on purpose."""
+
+    def apply(self, folder: Path) -> None:
+        rng, file = random.Random(self.seed), folder / self.file
+        if self.what.startswith("tensor "):
+            damage_tensor(file, self.what.removeprefix("tensor "), rng)
+        elif self.what == "value":
+            damage_value(file, rng)
+        else:
+            damage_file(file, self.what, rng)
+        if self.fits and (folder / MANIFEST).is_file() and self.file != MANIFEST:
+            make_manifest(folder)
+
+
+def damage_tensor(file: Path, what: str, rng: random.Random) -> None:
+    tensors = load_file(file)
+    name = rng.choice(sorted(tensors))
+    tensor = tensors.pop(name)
+    changes: dict[str, Callable[[], torch.Tensor]] = {
+        "reshaped": lambda: tensor[None],
+        "one number": lambda: tensor.flatten()[:1].clone(),
+        "longer": lambda: torch.cat([tensor.flatten(), tensor.flatten()]),
+        "empty": lambda: tensor.flatten()[:0].clone(),
+        "integers": lambda: tensor.to(torch.int32),
+    }
+    if what == "renamed":
+        tensors[f"{name}.old"] = tensor
+    elif what in changes:
+        tensors[name] = changes[what]()
+    elif what != "gone":
+        tensors[name] = tensor.clone()
+        tensors[name].view(-1)[rng.randrange(tensor.numel())] = float(what)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def damage_value(file: Path, rng: random.Random) -> None:
+    """One value of JSON, of the first level or any, is another one or gone."""
+    lines = file.read_text().splitlines() if file.suffix == ".jsonl" else [file.read_text()]
+    number = rng.randrange(len(lines))
+    tree = json.loads(lines[number])
+    places = list(places_in(tree))
+    first_level = [(around, key) for around, key in places if around is tree]
+    around, key = rng.choice(first_level if rng.random() < 0.5 else places)
+    if rng.random() < 0.1:
+        del around[key]
+    else:
+        around[key] = rng.choice(WRONG_VALUES)
+    lines[number] = json.dumps(tree).replace(json.dumps(DEEP), "[" * 100_000 + "]" * 100_000)
+    file.write_text("\n".join(lines) + "\n" * (file.suffix == ".jsonl"))
+
+
+def damage_file(file: Path, what: str, rng: random.Random) -> None:
+    content = file.read_bytes()
+    file.unlink()
+    if what == "folder":
+        file.mkdir()
+    elif what == "flipped":
+        file.write_bytes(broken_bytes(content, rng))
+    elif what != "gone":
+        cut = rng.randrange(len(content))
+        file.write_bytes({"empty": b"", "pickle": b"\x80\x04\x95" + content, "truncated": content[:cut]}[what])
+
+
+def any_damage(of: str, rng: random.Random) -> Damage:
+    """What has a fitting manifest and is right in all that can be known is another model or checkpoint, not a damaged
+    one: numbers of tensors are changed to such that are none, and bytes where the manifest shows it."""
+    seed, files = rng.randrange(2**32), [*MODEL_FILES, *STATE_FILES * 3] if of == "checkpoint" else MODEL_FILES
+    chance = rng.random()
+    if chance < 0.35:
+        return Damage(rng.choice(TENSOR_FILES[of]), f"tensor {rng.choice(TENSOR_DAMAGES)}", seed, fits=True)
+    if chance < 0.85:
+        return Damage(rng.choice(files), "value", seed, fits=True)
+    what = rng.choice(FILE_DAMAGES)
+    return Damage(rng.choice([*files, *TENSOR_FILES[of]]), what, seed, fits=what != "flipped")
+
+
+@kind("model", 1, functools.partial(any_damage, "model"))
+def train_damaged_model(folder: Path) -> Iterator[Attempt]:
+    model, damaged = folder / "model", folder / "damaged"
+    save_tiny_model(model)
+    expected = rows_of(train_here(folder, model, *ONE_STEP))
+
+    def attempt(damage: Damage) -> bool:
+        for used in (damaged, folder / "runs"):
+            shutil.rmtree(used, ignore_errors=True)
+        shutil.copytree(model, damaged)
+        damage.apply(damaged)
+        rows = rows_of(train_here(folder, damaged, *ONE_STEP))
+        assert rows == expected or is_as_transformers_computes(damaged), f"trained with something else: {rows}"
+        return True
+
+    yield attempt
+
+
+@torch.no_grad()
+def is_as_transformers_computes(folder: Path) -> bool:
+    """A configuration with another number in it may be one of another model, which is then trained as what it is."""
+    tokens = list(range(5, 60))
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    expected = plain(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)[range(len(tokens) - 1), tokens[1:]]
+    ours = load_model(Model(path=str(folder), dtype="float32"), torch.device("cpu"))
+    return float((packed_logprobs(ours, [tokens], torch.device("cpu")) - expected).abs().max()) < 1e-4
+
+
+@kind("checkpoint", 1, functools.partial(any_damage, "checkpoint"))
+def resume_from_damaged_checkpoint(folder: Path) -> Iterator[Attempt]:
+    """Where it is not usable, the run begins again, or at an earlier checkpoint: its steps are the same then."""
+    model, kept = folder / "model", folder / "kept"
+    save_tiny_model(model)
+    run = train_here(folder, model)
+    shutil.copytree(run, kept)
+    expected = rows_of(train_here(folder, model, *ONE_MORE))
+
+    def attempt(damage: Damage) -> bool:
+        shutil.rmtree(run)
+        shutil.copytree(kept, run)
+        checkpoint = run / "checkpoints" / "step_000002"
+        damage.apply(checkpoint)
+        rows = rows_of(train_here(folder, model, *ONE_MORE))
+        is_other_model = damage.file in MODEL_FILES and is_as_transformers_computes(checkpoint)
+        assert rows == expected or is_other_model, f"trained with something else: {rows}"
+        return True
+
+    yield attempt

@@ -18,6 +18,7 @@ from corral.observe.run_folder import RunFolder
 from corral.recipe.load import load_recipe
 from corral.recipe.rules import check
 from corral.recipe.schema import Recipe
+from corral.training.checkpoint import MANIFEST, list_files, size_and_hash
 
 RECIPE = """\
 name: tiny
@@ -149,6 +150,12 @@ def _checkpoint(run: Path, step: int) -> tuple[dict[str, Any], dict[str, Any], l
 def _trajectories(folder: Path) -> dict[str, pyarrow.Table]:
     tables = {path.name: pyarrow.parquet.read_table(path) for path in folder.iterdir()}
     return {name: table.drop_columns(["generate_s", "environment_s"]) for name, table in tables.items()}
+
+
+def make_manifest(checkpoint: Path) -> None:
+    """So that it fits the files, as by somebody who has changed them on purpose."""
+    files = {name: size_and_hash(checkpoint / name) for name in list_files(checkpoint) if name != MANIFEST}
+    (checkpoint / MANIFEST).write_text(json.dumps({"format": 1, "files": files}))
 
 
 def without_times(row: dict[str, Any]) -> dict[str, Any]:

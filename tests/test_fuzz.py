@@ -3,7 +3,7 @@
 import pytest
 from fuzz import KINDS, fuzz_in_processes
 
-NUM_INPUTS = {"recipe": 150, "overrides": 250, "placement": 250, "serve": 150}
+NUM_INPUTS = {"recipe": 150, "overrides": 250, "placement": 250, "serve": 150, "model": 100, "checkpoint": 100}
 NUM_INPUTS |= dict.fromkeys((name for name in KINDS if name.startswith("migrate-")), 500)
 
 

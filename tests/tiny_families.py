@@ -134,6 +134,40 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4-window8": ("exaone4", {"sliding_window": WINDOW, "sliding_window_pattern": 2}),
     "cohere2-window8": ("cohere2", {"sliding_window": WINDOW, "logit_scale": 0.25}),
     "gpt_oss-window8": ("gpt_oss", {"sliding_window": WINDOW}),
+    "gemma2-caps": (
+        "gemma2",
+        {
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 100,
+        },
+    ),
+    "gemma2-nocaps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": 3}),
+    "gemma3-window1": ("gemma3_text", {"sliding_window": 1, "attn_logit_softcapping": 2.0}),
+    "mistral-window1": ("mistral", {"sliding_window": 1}),
+    "mistral-window0": ("mistral", {"sliding_window": 0}),
+    "mistral-window-5": ("mistral", {"sliding_window": -5}),
+    "gpt_oss-window1": ("gpt_oss", {"sliding_window": 1, "rope_parameters": YARN}),
+    "cohere2-allwindows": (
+        "cohere2",
+        {"sliding_window": 3, "layer_types": ["sliding_attention"] * 4, "logit_scale": 4.0},
+    ),
+    "ministral3-scaled": (
+        "ministral3",
+        {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 8}},
+    ),
+    "gpt2-scaled": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False}),
+    "nanochat-cap": ("nanochat", {"final_logit_softcapping": 2.0}),
+    "olmo-clipped": ("olmo", {"clip_qkv": 0.5}),
+    "deepseek_v3-yarn": (
+        "deepseek_v3",
+        {"v_head_dim": 12, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "granite-odd": (
+        "granite",
+        {"embedding_multiplier": 0.1, "residual_multiplier": 2.0, "attention_multiplier": 0.7, "logits_scaling": 0.3},
+    ),
     "granite-real": (
         "granite",
         {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 2.0},

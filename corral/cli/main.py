@@ -12,7 +12,7 @@ import typer
 from corral.cli import bench, cluster_commands, envs, launch, migrate, planning, retriever
 from corral.cli.planning import AsJson, Overrides, RecipeFile, examples, planned
 from corral.cli.starter import init
-from corral.recipe.errors import RunError, RunInterrupted, UserError, without_controls
+from corral.recipe.errors import RunError, RunInterrupted, UserError, first_line, without_controls
 
 app = typer.Typer(
     name="corral",
@@ -351,6 +351,16 @@ def main() -> None:
         sys.exit(print_error(f"{error.strerror or str(error) or type(error).__name__}{where}"))
     except RunError as error:
         sys.exit(print_error(str(error)))
+    except (MemoryError, RuntimeError) as error:
+        if not lacks_memory(error):
+            raise
+        sys.exit(print_error(f"there is too little memory: {first_line(error)}"))
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether Python, or torch on a device or on the host, could not allocate memory."""
+    is_of_torch = any(words in str(error) for words in ("out of memory", "allocate memory"))
+    return isinstance(error, MemoryError) or is_of_torch
 
 
 def print_error(message: str, code: int = 1) -> int:

@@ -217,4 +217,7 @@ class RewardHistory:
     def load(self, folder: Path) -> None:
         """Continues with what a checkpoint knows. One that was made without such a curriculum knows nothing yet."""
         if (folder / self.file_name).is_file():
-            self.rows = np.load(folder / self.file_name)
+            rows = np.load(folder / self.file_name)
+            if rows.dtype != HISTORY or rows.shape != self.rows.shape:
+                raise UserError(f"{folder / self.file_name} is of other rows than these {len(self.rows)}")
+            self.rows = rows

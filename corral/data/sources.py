@@ -13,6 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -25,7 +26,7 @@ from corral.data.generated import arithmetic_rows, board_rows, picture_rows, rea
 from corral.data.images import for_template, load_images
 from corral.data.plugins import did_you_mean, error_line, is_spec, load_object
 from corral.data.rows import Row, json_value, number_in, row_from_mapping
-from corral.recipe.errors import UserError
+from corral.recipe.errors import UserError, one_line
 from corral.recipe.schema import Data, Part, Recipe, Source, SourceRows
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,8 @@ Located = tuple[str, Mapping[str, Any] | UserError]
 BOARDS = "boards"
 ONE_ENVIRONMENT = {"": 1.0}
 Rendered = TypeVar("Rendered")
-MAX_LINE_CHARACTERS = 256 << 20
-"""A few MB of a zipped file can be one line of gigabytes."""
+MAX_LINE = 2**28
+"""Most characters of a line of rows; one with images in it has some millions."""
 NUM_NAMED = 3  # rows that are named of those that were skipped
 GENERATORS = {"arithmetic": arithmetic_rows, "pictures": picture_rows, "reasoning_gym": reasoning_gym_rows}
 
@@ -208,15 +209,6 @@ def open_text(path: Path, newline: str | None = None) -> IO[str]:
     return path.open(encoding="utf-8-sig", newline=newline)
 
 
-def bounded_lines(file: IO[str], path: Path) -> Iterator[str]:
-    number = 0
-    while line := file.readline(MAX_LINE_CHARACTERS):
-        number += 1
-        if len(line) == MAX_LINE_CHARACTERS:
-            raise UserError(f"{path}:{number}: the line has {MAX_LINE_CHARACTERS} characters or more, as no row has")
-        yield line
-
-
 def _expand(pattern: str) -> list[Path]:
     path = Path(pattern).expanduser()
     if path.is_file():
@@ -233,17 +225,23 @@ def _expand(pattern: str) -> list[Path]:
 
 
 def _read_parquet(path: Path) -> Iterator[Located]:
-    try:
+    with one_line(f"{path} can't be read as parquet"):  # Arrow raises its own errors, OSError and ValueError
         batches = pyarrow.parquet.ParquetFile(path).iter_batches()
         for index, mapping in enumerate(row for batch in batches for row in batch.to_pylist()):
             yield f"{path}[{index}]", mapping
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} can't be read as parquet: {error}") from error
+
+
+def _lines(file: IO[str], path: Path) -> Iterator[str]:
+    """The lines of a text. A zipped one of 2 MB can have a line that takes all memory."""
+    for number, line in enumerate(iter(partial(file.readline, MAX_LINE + 1), ""), start=1):
+        if len(line) > MAX_LINE:
+            raise UserError(f"{path}:{number}: the line has more than {MAX_LINE} characters; is it a file of rows?")
+        yield line
 
 
 def _read_jsonl(path: Path) -> Iterator[Located]:
     with open_text(path) as file:
-        for number, line in enumerate(bounded_lines(file, path), start=1):
+        for number, line in enumerate(_lines(file, path), start=1):
             if line.strip():
                 where = f"{path}:{number}"
                 try:
@@ -254,9 +252,9 @@ def _read_jsonl(path: Path) -> Iterator[Located]:
 
 def _read_csv(path: Path) -> Iterator[Located]:
     """The first line names the columns; every value is text."""
-    csv.field_size_limit(MAX_LINE_CHARACTERS)  # the default is for tables, and cells here are whole texts
+    csv.field_size_limit(2**31 - 1)  # the default is for tables, and cells here are whole texts
     with open_text(path, newline="") as file:  # line breaks inside of quotes stay as they are
-        rows = csv.DictReader(bounded_lines(file, path), strict=True)
+        rows = csv.DictReader(_lines(file, path), strict=True)
         try:
             for row in rows:
                 where = f"{path}:{rows.line_num}"

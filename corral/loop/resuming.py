@@ -104,7 +104,7 @@ def rule_for(path: KeyPath) -> Rule:
 def find_changes(checkpoint: Path, recipe: Recipe) -> tuple[list[RecipeChange], str | None]:
     """The changes since the checkpoint was trained, and what could not be compared, if anything."""
     run, known = checkpoint.resolve().parents[1], read_state(checkpoint).get("trained_with", {})
-    written = run / known["recipe"] if "recipe" in known else latest_recipe(run)
+    written = run / Path(known["recipe"]).name if known.get("recipe") else latest_recipe(run)
     if written is None or not written.is_file():
         return [], f"{run} has no recipe to compare with: nobody knows what has changed since"
     try:

@@ -21,7 +21,7 @@ from corral.observe.ledger import Ledger
 from corral.observe.run_files import MetricsFile
 from corral.observe.run_folder import RunFolder
 from corral.observe.trajectory_store import TrajectoryWriter
-from corral.recipe.errors import RunError, UserError
+from corral.recipe.errors import RunError, UserError, one_line
 from corral.runtime.group import Group, gather_calls
 from corral.runtime.model_workers import ModelWorker
 from corral.runtime.rollout_worker import RolloutWorker
@@ -168,36 +168,44 @@ async def find_writers(group: Group[Any], folder: Path) -> Sequence[int]:
 async def restore(parts: RunComponents, checkpoint: Path, state: dict[str, Any]) -> None:
     """Restores all but the model, which was loaded from the checkpoint already, and the ledger."""
     seed = parts.recipe.seed
+    if missing := sorted({"seed", "dtype", "sampler"} - state.keys()):
+        raise UserError(f"{checkpoint}: its state.json has no {missing[0]}")
     if state["seed"] != seed:
         raise UserError(f"{checkpoint} was made with seed {state['seed']}; the recipe says {seed}")
     if state["dtype"] != parts.dtype:
         raise UserError(f"{checkpoint} was made with model.dtype {state['dtype']}; now it is {parts.dtype}")
-    parts.sampler.load_state(state["sampler"])
+    with one_line(f"{checkpoint}: its state.json is not one that a run has written"):
+        parts.sampler.load_state(state["sampler"])
     if parts.history is not None:
-        parts.history.load(checkpoint)
+        with one_line(f"the rewards of rows in {checkpoint} cannot be read"):
+            parts.history.load(checkpoint)
     await parts.actor.group.all(ModelWorker.load, checkpoint)
     if parts.critic is not None:
         if not (checkpoint / "critic").is_dir():
             raise UserError(f"{checkpoint} has no critic; it was made with another algorithm")
         await parts.critic.group.all(ModelWorker.load, checkpoint)
     if parts.reference_cache is not None:
-        parts.reference_cache.load(checkpoint)
-    if parts.kl is not None and state["kl"]:  # a fixed coefficient has no state
-        parts.kl.load_state(state["kl"])
+        with one_line(f"the reference's log-probs in {checkpoint} cannot be read"):
+            parts.reference_cache.load(checkpoint)
+    if parts.kl is not None and state.get("kl"):  # a fixed coefficient has no state
+        with one_line(f"{checkpoint}: its state.json is of another `algorithm.kl`"):
+            parts.kl.load_state(state["kl"])
     parts.publisher.version = int(state["step"])
     await parts.scheduler.group.all(RolloutWorker.set_version, parts.publisher.version)
 
 
-def truncate_after(folder: RunFolder, checkpoint: Path | None, step: int, console: Console) -> Ledger:
+def truncate_after(folder: RunFolder, checkpoint: Path | None, state: dict[str, Any], console: Console) -> Ledger:
     """Removes from the run's folder what it did after the checkpoint that it goes on from, since it will do that again.
-    Without a checkpoint it is kept, under another name."""
+    Without a checkpoint it is kept, under another name. `state`: the checkpoint's."""
+    step = int(state.get("step", -1))
     if checkpoint is None and folder.holds_run:
         console.warn(f"there is no checkpoint to go on from; what the run did before is in {folder.archive_attempt()}")
-    MetricsFile(folder.metrics).truncate_after(step)
-    TrajectoryWriter(folder.trajectories).truncate_after(step)
     ledger = Ledger(folder.ledger)
     written = None if checkpoint is None else checkpoint / "ledger.jsonl"
-    ledger.restore(written.read_text() if written is not None and written.exists() else None, max(step, 0))
+    text = written.read_text() if written is not None and written.exists() else None
+    ledger.restore(text, max(step, 0), None if text is None else state["sampler"].get("next_prompt_id"))
+    MetricsFile(folder.metrics).truncate_after(step)
+    TrajectoryWriter(folder.trajectories).truncate_after(step)
     retire_later_checkpoints(folder.weights, step)
     for unused, problem in retire_later_checkpoints(folder.checkpoints, step):
         console.warn(f"{unused} is not used ({problem or 'the run goes on from an earlier one'}); renamed, not deleted")

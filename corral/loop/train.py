@@ -284,7 +284,7 @@ async def running(
             if checkpoint is not None:
                 await restore(parts, checkpoint, state)
             step = int(state.get("step", 0))
-            ledger = truncate_after(folder, checkpoint, step if state else -1, console)
+            ledger = truncate_after(folder, checkpoint, state, console)
             with open_writer(recipe, folder, parts.tokenizer) as trajectories:
                 run = RunState(
                     recipe=recipe,

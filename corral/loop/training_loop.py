@@ -42,6 +42,7 @@ from corral.observe.console import Console
 from corral.observe.ledger import Ledger
 from corral.observe.run_files import Trackers
 from corral.observe.run_folder import RunFolder
+from corral.observe.trajectory_store import TrajectoryWriter
 from corral.recipe.errors import RunError
 from corral.recipe.schema import Recipe
 from corral.runtime.group import WorkerLost
@@ -219,6 +220,8 @@ def record_step(
         reason = why_not_trained(result)
         parts = run.parts
         run.trajectories.write(StepTrajectories.of(run.step, rollout, batch, parts.algorithm, reason, parts.train))
+        if (keep := run.recipe.logging.keep_trajectories) != "all":
+            TrajectoryWriter(run.folder.trajectories).delete_before(run.step - keep + 1)
     check_updates(run, result, batch)
     warn_if_idle(run, rollout, batch, result)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from corral.model.builtin_models import BLANK_VISION, BUILTIN_MODELS
-from corral.recipe.errors import RecipeError, UserError
+from corral.recipe.errors import RecipeError, UserError, one_line
 from corral.recipe.plan import Plan, make_plan
 from corral.recipe.schema import Model, Parallel, Recipe
 from corral.recipe.shape import ModelShape, base_model
@@ -87,6 +87,11 @@ class ModelPath:
 
 def choose_path(config: Any, path: str, implementation: str = "auto") -> ModelPath:
     """How to compute a model with this configuration; raises where Corral cannot. `path`: as the recipe names it."""
+    with one_line(f"model.path: {path}: its config.json makes no sense"):
+        return _choose_path(config, path, implementation)
+
+
+def _choose_path(config: Any, path: str, implementation: str) -> ModelPath:
     check_trainable(config, path)
     text = config.get_text_config(decoder=True)
     model_type = str(getattr(text, "model_type", ""))

@@ -379,7 +379,7 @@ class AdapterFolder:
             rounding = json.loads((folder / QUANTIZATION).read_text())
             dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[rounding["dtype"]]
             return replace(adapter, quantization=Quantization(bits=rounding["bits"]), encoded_from=dtype)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{folder / ADAPTER_CONFIG} is not a configuration of PEFT: {error!r}") from error
 
     def load_into(self, model: Any) -> None:

@@ -20,7 +20,7 @@ from corral.model.attention import ATTENTION_NAME, TreeAttention, forward_hidden
 from corral.model.fused_layers import fuse, unfuse
 from corral.model.general_forward import is_general, sequence_logits
 from corral.model.logprobs import OutputHead
-from corral.recipe.errors import UserError
+from corral.recipe.errors import UserError, one_line
 
 TOLERANCE = {torch.float32: 0.01, torch.float64: 0.01}
 REPORT = "; please report the model, and set `model.implementation: general` meanwhile"
@@ -74,7 +74,8 @@ def check_model(model: Any) -> None:
     """Raises where packed sequences (fast path), or a sequence and its beginning (general path), do not give what the
     plain forward pass gives."""
     sequences = probe_sequences(model)
-    expected = [plain_logprobs(model, sequence) for sequence in sequences]
+    with one_line(f"model.path: {model.config._name_or_path}: transformers' own forward pass fails"):
+        expected = [plain_logprobs(model, sequence) for sequence in sequences]
     if not is_general(model):
         if (window := window_problem(model)) is not None:
             raise UserError(f"model.path: {model.config._name_or_path}: {window}{REPORT}")

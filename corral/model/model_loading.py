@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from corral.model.attention import ATTENTION_NAME, make_exact, register
@@ -24,9 +25,9 @@ from corral.model.lora import AdapterFolder, add_adapters, merge_adapters, scale
 from corral.model.model_check import check_model
 from corral.model.quantization import quantize, round_weights
 from corral.model.vision import load_vision
-from corral.recipe.errors import UserError, first_line
+from corral.recipe.errors import UserError, first_line, one_line
 from corral.recipe.schema import Lora, Model
-from corral.recipe.shape import is_only_path
+from corral.recipe.shape import ModelShape, is_only_path, model_folder
 
 MAX_TEMPLATE_BYTES = 1 << 20
 
@@ -102,7 +103,8 @@ def load_config(model: Model) -> Any:
     from transformers import AutoConfig
 
     source = model_source(model.path)
-    with explained(f"model.path: {model.path} could not be loaded"):
+    ModelShape.find(model.path)  # raises for sizes up to which transformers would count for ever
+    with one_line(f"model.path: {model.path} could not be loaded"):
         config, unknown = AutoConfig.from_pretrained(
             source, trust_remote_code=model.trust_remote_code, return_unused_kwargs=True, **model.config_overrides
         )
@@ -165,7 +167,7 @@ def read_model(model: Model, dtype: torch.dtype, as_stored: bool = False) -> Any
     source = model_source(model.path)
     vision = load_vision(config, source)
     auto_class = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
-    with explained(f"model.path: {model.path} could not be loaded"):
+    with one_line(f"model.path: {model.path} could not be loaded"), explaining_shapes():
         loaded, report = auto_class.from_pretrained(
             source,
             output_loading_info=True,
@@ -175,6 +177,7 @@ def read_model(model: Model, dtype: torch.dtype, as_stored: bool = False) -> Any
             trust_remote_code=model.trust_remote_code,
         )
     refuse_missing(report["missing_keys"], loaded, model.path)
+    refuse_integers(loaded, source, model.path)
     if model.exact and path.kind == "general":
         raise UserError(f"model.exact: {model.path} takes the {path}, which rounds as transformers does; leave it out")
     if model.exact:
@@ -188,20 +191,13 @@ def read_model(model: Model, dtype: torch.dtype, as_stored: bool = False) -> Any
 
 
 @contextmanager
-def explained(what: str) -> Iterator[None]:
-    """Whatever transformers raises for files that it cannot use is one line: there is no end of kinds of it."""
+def explaining_shapes() -> Iterator[None]:
     try:
         yield
-    except UserError:
-        raise
-    except Exception as error:
-        kind = "" if isinstance(error, OSError | ValueError | RuntimeError) else f"{type(error).__name__}: "
-        why = f"{kind}{first_line(error)}"
-        if why.endswith(":"):  # the reason is in the lines below
-            why = " ".join(str(error).split())
+    except RuntimeError as error:
         if "ignore_mismatched_sizes" in str(error):
-            why = "its weights have other shapes than its config.json says"
-        raise UserError(f"{what}: {why}") from error
+            raise ValueError("its weights have other shapes than its config.json says") from error
+        raise
 
 
 def refuse_missing(missing: Collection[str], loaded: Any, path: str) -> None:
@@ -212,6 +208,16 @@ def refuse_missing(missing: Collection[str], loaded: Any, path: str) -> None:
             f"model.path: {path} has no weights for {len(missing)} of the model's {whole} tensors, such as "
             f"{min(missing)}: they would be random. A file may be missing, or the names belong to another architecture"
         )
+
+
+def refuse_integers(loaded: Any, source: str, path: str) -> None:
+    """transformers rounds weights that are stored as integers, most of them to 0."""
+    own = {name for name, parameter in loaded.named_parameters() if parameter.is_floating_point()}
+    for file in (model_folder(source) or Path(source)).glob("*.safetensors"):
+        with safe_open(file, "pt") as stored:
+            for name in own.intersection(stored.keys()):
+                if not (dtype := stored.get_slice(name).get_dtype()).startswith(("F", "BF")):
+                    raise UserError(f"model.path: {path}: {name} is stored as {dtype}, and the model has real numbers")
 
 
 def load_adapter(loaded: Any, model: Model) -> None:
@@ -333,7 +339,7 @@ def load_tokenizer(model: Model) -> Any:
     if (Path(model.path).expanduser() / "tokenizer_config.json").is_file():  # of an adapter's folder, its own
         source = str(Path(model.path).expanduser())
     config = load_config(model)  # first: transformers' tokenizers look at it, too
-    with explained(f"model.path: no tokenizer could be loaded from {model.path}"):
+    with one_line(f"model.path: no tokenizer could be loaded from {model.path}"):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=model.trust_remote_code)
     if model.chat_template is not None:
         tokenizer.chat_template = read_chat_template(model.chat_template)
@@ -366,7 +372,7 @@ def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     """Tokens with which the model ends its turn: the generation config's and the tokenizer's."""
     configured = getattr(model, "generation_config", None) and model.generation_config.eos_token_id
     tokens = configured if isinstance(configured, list) else [configured]
-    found = frozenset(token for token in [*tokens, tokenizer.eos_token_id] if token is not None)
-    if wrong := [token for token in found if not isinstance(token, int)]:
-        raise UserError(f"model.path: `eos_token_id` of its generation_config.json is {wrong[0]!r}, no token's number")
-    return found
+    for token in tokens:
+        if token is not None and type(token) is not int:
+            raise UserError(f"model.path: {model.name_or_path} has the end token {token!r}, which is not a number")
+    return frozenset(token for token in [*tokens, tokenizer.eos_token_id] if token is not None)

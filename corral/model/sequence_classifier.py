@@ -14,8 +14,8 @@ import torch
 
 from corral.data.rows import Conversation
 from corral.model.lora import AdapterFolder
-from corral.model.model_loading import collector_paused, explained, model_source, resolve_dtype
-from corral.recipe.errors import UserError
+from corral.model.model_loading import collector_paused, model_source, resolve_dtype
+from corral.recipe.errors import UserError, one_line
 from corral.recipe.schema import RewardModel
 
 KEY = "reward_model.path"
@@ -102,7 +102,7 @@ def load_classifier(
     if AdapterFolder.find(path) is not None:
         raise UserError(f"{KEY}: {path} is an adapter; merge it into its model, and name that")
     source, code = model_source(path, KEY), settings.trust_remote_code
-    with explained(f"{KEY}: {path} could not be loaded as a sequence classifier"):
+    with one_line(f"{KEY}: {path} could not be loaded as a sequence classifier"):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=code)
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             source, dtype=resolve_dtype(settings.dtype, device), trust_remote_code=code, output_loading_info=True

@@ -37,6 +37,8 @@ EVENTS: tuple[Event, ...] = ("issued", "generated", "trained", "dropped")
 UNKNOWN, ISSUED, GENERATED, TRAINED, DROPPED = range(5)
 STATES: tuple[str, ...] = ("unknown", *EVENTS)
 
+MAX_PROMPTS = 10**8
+"""A damaged span would ask for any amount of memory: so many prompts take 2.3 GB."""
 ROW = np.dtype([("state", "u1"), ("reason", "u2"), ("times", "u4"), ("issued_for", "i8"), ("ended_at", "i8")])
 """One prompt: its state, the index of the reason it was dropped for, how often it was issued and for which step last,
 and the step at which it was trained or dropped."""
@@ -115,8 +117,10 @@ class Ledger:
         """The states of all prompts so far, the open ones included, for a checkpoint."""
         return b"".join(map(json_line, self._prompts.summary())).decode()
 
-    def restore(self, text: str | None, step: int) -> None:
-        """Puts a checkpoint's snapshot in place of the file. None: the ledger begins here, after `step` steps."""
+    def restore(self, text: str | None, step: int, next_prompt_id: int | None = None) -> None:
+        """Puts a checkpoint's snapshot in place of the file. None: the ledger begins here, after `step` steps.
+        `next_prompt_id`: the sampler's; elsewhere than behind all issued ones it would repeat some, or leave some
+        out."""
         if text is None:
             text = json_line({"begins_after": step}).decode() if step > 0 else ""
         prompts = _PromptStates()
@@ -125,6 +129,11 @@ class Ledger:
             raise RunError(
                 f"the ledger in the checkpoint of step {step} says that {_describe_prompts(later)} were trained after "
                 "that step; it does not belong to these weights. Resume from another checkpoint"
+            )
+        if not prompts.begins_after and next_prompt_id not in (None, prompts.size):
+            raise RunError(
+                f"the ledger in the checkpoint of step {step} has {prompts.size} prompts, and by its state.json "
+                f"{next_prompt_id} were handed out: it is damaged. Resume from another checkpoint"
             )
         write_atomically(self.path, text)
         self._prompts, self._size = prompts, len(text.encode())
@@ -340,7 +349,7 @@ def _records(content: bytes, where: str) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             record = dict(json.loads(line))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise _not_a_ledger(where, number) from error
         # Ledgers of version 0.5 and before say `played`.
         if "played" in record:
@@ -419,6 +428,8 @@ def parse_spans(text: str) -> list[range]:
         span = range(int(match[1]), int(match[2] or match[1]) + 1)
         if not span or (spans and span.start < spans[-1].stop):
             raise ValueError(f"`{text}` is not in ascending order")
+        if span.stop > MAX_PROMPTS:
+            raise ValueError(f"`{part}` is beyond the {MAX_PROMPTS} prompts of a run")
         spans.append(span)
     return spans
 

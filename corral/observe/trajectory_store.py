@@ -12,7 +12,7 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
@@ -130,8 +130,14 @@ class TrajectoryWriter:
 
     def truncate_after(self, step: int) -> None:
         """Deletes the steps after `step`: a run that resumes from that checkpoint generates them again."""
+        self._delete(lambda own: own > step)
+
+    def delete_before(self, step: int) -> None:
+        self._delete(lambda own: own < step)
+
+    def _delete(self, is_unwanted: Callable[[int], bool]) -> None:
         for path in self.folder.glob("step_*"):
-            if (match := FILE_NAME.fullmatch(path.name)) is not None and int(match[1]) > step:
+            if (match := FILE_NAME.fullmatch(path.name)) is not None and is_unwanted(int(match[1])):
                 path.unlink()
 
 

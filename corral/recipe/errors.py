@@ -1,7 +1,11 @@
 """What a user can fix. The command line shows these as they are, without a traceback, and exits with code 2."""
 
+import logging
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+logger = logging.getLogger(__name__)
 
 
 class UserError(Exception):
@@ -35,6 +39,28 @@ def _is_control(char: str) -> bool:
     return unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp") and char not in "\u200c\u200d\n\t"
 
 
+@contextmanager
+def one_line(problem: str) -> Iterator[None]:
+    """Turns whatever a library raises of a file that somebody else has written into a UserError: no list of exceptions
+    that a parser, a constructor or a model's code may raise is ever complete."""
+    try:
+        yield
+    except (UserError, RunError):
+        raise
+    except Exception as error:
+        logger.info("%s", problem, exc_info=True)  # to the run's log
+        raise UserError(f"{problem}: {first_line(error)}") from error
+
+
 def first_line(error: BaseException) -> str:
     """Of what others raise, which often goes on for pages."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    if isinstance(error, MemoryError):
+        return "there is too little memory"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, KeyError) and " " not in str(error):
+        return f"there is no {error}"
+    first, _, rest = str(error).strip().partition("\n")
+    if first.endswith(":") and rest:  # "Validation error for field 'rms_norm_eps':"
+        first += " " + rest.strip().partition("\n")[0]
+    return first or type(error).__name__

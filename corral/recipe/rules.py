@@ -507,6 +507,8 @@ def logging_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     if set(recipe.logging.trackers) <= {"console"}:
         reason = "`logging.trackers` names no tracker but the console"
         yield from unused(recipe.logging, "logging", ["names", "tracked_samples"], reason)
+    if not recipe.logging.trajectories:
+        yield from unused(recipe.logging, "logging", ["keep_trajectories"], "`logging.trajectories: false` writes none")
     prometheus = recipe.logging.prometheus
     if prometheus is not None and prometheus.token_file is None and not is_loopback(prometheus.host):
         yield (

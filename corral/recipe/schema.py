@@ -531,18 +531,19 @@ class Optimizer(Section):
     epsilon: PositiveFloat = 1e-8
     """AdamW's term in the denominator."""
     weight_decay: NaturalFloat = 0.0
-    """AdamW's weight decay."""
+    """AdamW's weight decay, of all parameters that are trained: of norms and biases, too."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which AdamW's two moments are kept; bfloat16, rounded stochastically, takes half the memory. They are
     computed in float32, and master weights are float32, either way."""
     max_gradient_norm: PositiveFloat = 1.0
     """A gradient with a larger norm is scaled down to this."""
     warmup_steps: NaturalInt = 0
-    """Updates in which the learning rate rises linearly."""
+    """Updates in which the learning rate rises linearly; the first one has 1/`warmup_steps` of it, not 0."""
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Fraction of all updates that are warm-up, instead of `warmup_steps`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What the learning rate does after warm-up, until the last update."""
+    """What the learning rate does after warm-up, until the last update of the run. Updates that are empty, or that
+    `algorithm.max_mean_ratio` drops, do not count: after any, it ends above its minimum."""
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Where linear and cosine end, as a fraction of the learning rate."""
 
@@ -759,6 +760,8 @@ class Logging(Section):
     """Serve the last metrics to Prometheus. None: do not."""
     trajectories: bool = True
     """Write every trajectory to the run folder."""
+    keep_trajectories: PositiveInt | Literal["all"] = "all"
+    """Number of last steps whose trajectories stay in the run folder."""
     curve: bool = True
     """Draw the learning curve, curve.png, when the run ends; drawing takes half a second."""
 

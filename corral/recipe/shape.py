@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from corral.recipe.errors import UserError
+from corral.recipe.errors import UserError, first_line, one_line
 
 PLAIN_MLP = {
     "apertus", "arcee", "biogpt", "bloom", "codegen", "falcon", "fuyu", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox",
@@ -29,11 +29,11 @@ OTHER_LAYERS = {
     "recurrent_gemma", "zamba", "zamba2",
 }  # fmt: skip
 """Model types with layers, or parts for images and sound, whose parameters or caches are not counted here."""
+LAYERS = ("num_hidden_layers", "n_layer")
+MAX_LAYERS, MAX_SIZE = 10_000, 2**32
+"""Larger numbers are of a damaged file; a plan, or transformers, would count up to them."""
 OTHER_LAYER_TYPES = {"linear_attention", "mamba"}
 """Entries of `layer_types` of which the same holds; not every file of a model type above has that key."""
-
-
-MAX_LAYERS = 10_000
 
 
 class UnknownShape(UserError):
@@ -111,10 +111,11 @@ class ModelShape:
             hint = f"; {path} is a run, so name its checkpoint {checkpoints[-1]}" if checkpoints else ""
             raise UserError(f"{file}: cannot be read: {error.strerror}{hint}") from None
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{file}: is not valid JSON: {error}") from None
+            raise UserError(f"{file}: is not valid JSON: {first_line(error)}") from None
         if not isinstance(config, dict):
             raise UserError(f"{file}: is not a model's configuration")
-        return cls.from_config(config, str(file))
+        with one_line(f"{file}: is not a model's configuration"):
+            return cls.from_config(config, str(file))
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], source: str = "config.json") -> "ModelShape":
@@ -126,9 +127,7 @@ class ModelShape:
         if types := OTHER_LAYER_TYPES.intersection(keys.config.get("layer_types") or ()):
             raise UnknownShape(f"{source}: layers of the type `{types.pop()}` are not counted")
         dense = keys.number("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
-        layers = keys.number("num_hidden_layers", "n_layer")
-        if not heads or layers > MAX_LAYERS:
-            raise UserError(f"{source}: is of no model: it has {heads} attention heads and {layers} layers")
+        layers = keys.number(*LAYERS)
         experts = keys.number("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", default=0)
         expert_size = keys.number("moe_intermediate_size", default=dense)
         shared = keys.number("n_shared_experts", "moe_num_shared_experts", default=0) * expert_size
@@ -136,10 +135,10 @@ class ModelShape:
             dense, shared = size, expert_size
         if keys.config.get("enable_moe_block"):  # Gemma 4 has experts beside its dense feed-forward layer
             shared = dense
-        kv_heads = keys.number("num_key_value_heads", "num_kv_heads", default=heads)
+        kv_heads = keys.number("num_key_value_heads", "num_kv_heads", default=heads) or heads
         if keys.config.get("multi_query") and not keys.config.get("new_decoder_architecture"):
             kv_heads = 1
-        head_dim, value_dim, latent = keys.number("head_dim", default=hidden // heads), 0, 0
+        head_dim, value_dim, latent = keys.number("head_dim", default=0) or hidden // heads, 0, 0
         if kv_rank := keys.number("kv_lora_rank", default=0):
             rotated, q_rank = keys.number("qk_rope_head_dim"), keys.number("q_lora_rank", default=0)
             head_dim, value_dim = keys.number("qk_nope_head_dim") + rotated, keys.number("v_head_dim")
@@ -332,7 +331,10 @@ class _Keys:
             value = self.config.get(name)
             if isinstance(value, list) and value and all(isinstance(one, int) for one in value):
                 value = max(value)  # one for each layer, or each kind of layer
-            if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            if isinstance(value, int) and not isinstance(value, bool):
+                largest = MAX_LAYERS if name in LAYERS else MAX_SIZE
+                if not (default is None) <= value <= largest:
+                    raise UserError(f"{self.source}: `{name}: {value}` is not one of a model")
                 return value
         if default is None:
             raise UnknownShape(f"{self.source}: has no {' or '.join(names)}, so the model's shape is unknown")

@@ -106,8 +106,8 @@ class TextBody(ApiBody):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [self.prompt] if is_one else list(self.prompt)  # type: ignore[list-item]
+        given: Any = self.prompt
+        return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
     @model_validator(mode="after")
     def _bounded(self) -> "TextBody":

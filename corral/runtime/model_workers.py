@@ -312,11 +312,11 @@ class ModelWorker(Role, ABC):
             packs += shard.pack(self.recipe.batch.max_tokens_per_micro_batch)
         return packs + [None] * (self.mesh.max(len(packs)) - len(packs))
 
-    @property
-    def num_updates(self) -> int:
+    def updates_after(self, num_steps: int) -> int:
+        """Number of updates in the run's steps after these: where the learning rate's schedule ends."""
         recipe = self.recipe
         assert recipe.schedule.steps is not None, "the controller has worked it out"
-        return recipe.schedule.steps * recipe.batch.updates_per_step * recipe.batch.ppo_epochs
+        return max(0, recipe.schedule.steps - num_steps) * recipe.batch.updates_per_step * recipe.batch.ppo_epochs
 
 
 def mesh_of_worker(context: WorkerContext, shape: MeshShape) -> ProcessMesh:
@@ -365,7 +365,7 @@ class ActorWorker(PolicyWorker):
         return self.policy(
             model,
             optimizer=self.recipe.optimizer,
-            total_updates=self.num_updates,
+            total_updates=self.updates_after(self.recipe.critic.warmup_steps),
             gradient_checkpointing=self.recipe.train.gradient_checkpointing,
             with_router_loss=self.recipe.train.router_aux_loss_coef > 0,
         )
@@ -430,7 +430,7 @@ class CriticWorker(ModelWorker):
         return NativeValueTrainer(
             ValueModel(model),
             recipe.critic.optimizer,
-            self.num_updates,
+            self.updates_after(0),
             recipe.train.gradient_checkpointing,
             mesh=self.mesh,
             offload=recipe.train.offload,

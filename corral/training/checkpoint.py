@@ -17,15 +17,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from safetensors import SafetensorError
 
 from corral.data import reference_cache
 from corral.model.lora import AdapterFolder
 from corral.model.model_loading import load_config, load_model, load_tokenizer
-from corral.recipe.errors import UserError
+from corral.recipe.errors import UserError, first_line
 from corral.recipe.schema import Model
 from corral.training.tensor_files import TensorFiles, fsync, load_tensors, save_tensors
 
@@ -103,6 +104,10 @@ def problem_with(folder: Path, hashes: bool) -> str | None:
                 if own != digest:
                     threads.shutdown(cancel_futures=True)
                     return f"{name} was changed or damaged"
+    try:
+        read_state(folder)
+    except UserError as error:
+        return str(error)
     return None
 
 
@@ -150,8 +155,51 @@ def find_model(path: str) -> str:
     return str(newest)
 
 
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+class SavedPart(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class SavedSampler(SavedPart):
+    seed: int
+    num_rows: int
+    next_prompt_id: Count | None = None
+    """None in version 0.5 and before, where it has another name."""
+
+
+class TrainedWith(SavedPart):
+    recipe: str | None = None
+    files: dict[str, str] | None = None
+
+
+class SavedState(SavedPart):
+    """What `state.json` has; earlier releases wrote less of it."""
+
+    step: Count
+    num_steps: Count | None = None
+    trained_with: TrainedWith = TrainedWith()
+    sampler: SavedSampler | None = None
+    kl: dict[str, FiniteFloat] | None = None
+    skipped_in_a_row: Count = 0
+    trackers: dict[str, dict[str, Any]] = {}
+    validation: dict[str, Any] = {}
+
+
 def read_state(folder: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+    """UserError where it is not what a run has written."""
+    file = folder / "state.json"
+    try:
+        state: dict[str, Any] = json.loads(file.read_text())
+        SavedState.model_validate(state)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"{file}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file} cannot be read: {first_line(error)}") from error
+    if step_of(folder) not in (None, state["step"]):
+        raise UserError(f"{file} is that of step {state['step']}")
     return state
 
 
@@ -172,7 +220,7 @@ def prune(checkpoints: Path, keep: int | None, best: str | None = None, weights:
     of deleted ones are kept."""
     valid = [folder for _, folder in list_checkpoints(checkpoints) if problem_with(folder, hashes=False) is None]
     found = [(read_state(folder).get("validation", {}).get(best), folder) for folder in valid if best is not None]
-    values = {folder: value for value, folder in found if value is not None and math.isfinite(value)}
+    values = {folder: value for value, folder in found if isinstance(value, int | float) and math.isfinite(value)}
     ranked = sorted(values, key=lambda folder: score_of(str(best), values[folder]))
     kept = {*valid[-(keep or len(valid)) :], *ranked[-1:]}
     for folder in [folder for folder in valid if folder not in kept]:

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from corral.data.batch import Batch, Pack, Trajectory
@@ -45,7 +44,7 @@ from corral.model.lora import (
 from corral.model.model_check import check_model, difference_on_stage, probe_sequences, raise_if_packing_differs
 from corral.model.model_parallel import ContextParallelAttention, distribute_tree, reduce_from_group
 from corral.model.router_balance import RouterBalance
-from corral.recipe.errors import RunError, UserError
+from corral.recipe.errors import RunError, UserError, one_line
 from corral.recipe.mesh import MeshShape
 from corral.recipe.schema import LOGITS_CHUNK, GradientCheckpointing, Optimizer
 from corral.training.activations import LayerActivations
@@ -314,7 +313,7 @@ class _NativeTrainer:
             yield name, weight
 
     @torch.no_grad()
-    def _check_finite(self) -> None:
+    def _check_finite(self, consequence: str) -> None:
         """Raises, on all ranks, where a trained weight is not a finite number: such a model is not to be kept."""
         trained = {name: local_tensor(p) for name, p in self.model.named_parameters() if p.requires_grad}
         largest = torch._foreach_norm([one for one in trained.values() if one.numel()], float("inf"))
@@ -322,7 +321,7 @@ class _NativeTrainer:
         if self.mesh.any(not bool(is_finite.all())):
             bad = [name for name, weight in trained.items() if not bool(weight.isfinite().all())]
             own = f", here {len(bad)} of {len(trained)} tensors, such as {bad[0]}" if bad else ", on another device"
-            raise RunError(f"weights are not finite{own}: no checkpoint is made of them")
+            raise RunError(f"weights are not finite{own}: {consequence}")
 
     @contextmanager
     def _deferring(self, deferred: DeferredWrites | None) -> Iterator[None]:
@@ -375,10 +374,8 @@ class _NativeTrainer:
         run_on_all_ranks(self.mesh, write)
 
     def _load_optimizer(self, folder: Path) -> None:
-        try:
+        with one_line(f"the optimizer in {folder} cannot be read"):
             self._load_states(folder)
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise UserError(f"the optimizer in {folder} cannot be read: {error!r}") from error
 
     def _load_states(self, folder: Path) -> None:
         optimizer = self.optimizer
@@ -466,7 +463,7 @@ class NativePolicyTrainer(_NativeTrainer):
 
     def save(self, folder: Path, writers: Sequence[int] | None = None, deferred: DeferredWrites | None = None) -> None:
         """Writes the model in Hugging Face layout, or its adapters in PEFT's, and the optimizer into `actor/`."""
-        self._check_finite()
+        self._check_finite("no checkpoint is made of them")
         write = write_adapters if has_adapters(self.model) else write_pretrained
         with self._deferring(deferred):
             write(self.model, self.layout, folder, writers, deferred)
@@ -474,6 +471,7 @@ class NativePolicyTrainer(_NativeTrainer):
 
     def load(self, folder: Path) -> None:
         self.saving.wait_for_copies()
+        self._check_finite(f"{folder} is damaged; go on from another checkpoint")
         self._load_optimizer(folder / "actor")
 
 
@@ -515,7 +513,7 @@ class NativeValueTrainer(_NativeTrainer):
 
     def save(self, folder: Path, writers: Sequence[int] | None = None, deferred: DeferredWrites | None = None) -> None:
         """Writes model and optimizer into `critic/`."""
-        self._check_finite()
+        self._check_finite("no checkpoint is made of them")
         parameters = dict(self.model.named_parameters())
         kinds = {name: self.layout.kinds[name] for name in self.layout.trained}
         tensors = ((name, self.layout.gather_weight(name, parameters.get(name))) for name in kinds)

@@ -270,8 +270,10 @@ class MasterOptimizer:
         return {"updates": self.updates, "loss_scale": self.scaler.scale, "good": self.scaler.num_good}
 
     def load_counters(self, counters: dict[str, Any]) -> None:
-        self.updates = int(counters["updates"])
-        self.scaler.scale, self.scaler.num_good = float(counters["loss_scale"]), int(counters["good"])
+        updates, scale, num_good = int(counters["updates"]), float(counters["loss_scale"]), int(counters["good"])
+        if not (updates >= 0 and num_good >= 0 and 0 < scale < math.inf):
+            raise ValueError(f"counters are {counters}")
+        self.updates, self.scaler.scale, self.scaler.num_good = updates, scale, num_good
 
     def state_of(self, master: "MasterWeight") -> dict[str, Tensor]:
         """What has to be saved of a parameter besides itself: this rank's parts, and the number of its updates."""

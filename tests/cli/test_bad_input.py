@@ -4,8 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from commands import Finished, corral
-from runs import write_recipe
+from runs import make_manifest, train_here, write_recipe
+
+from corral.cli.main import lacks_memory
+from corral.training.checkpoint import step_folder
 
 GENERATED = '{path: "arithmetic:addition", size: 40, options: {digits: 1}}'
 """The recipe's data."""
@@ -204,3 +208,21 @@ def test_one_bad_row_of_many_ends_a_run_or_is_skipped_and_named(tmp_path: Path, 
     assert finished.code == 0, finished.stderr
     assert "rows.jsonl: 2 of 10 rows skipped" in finished.stdout
     assert "rows.jsonl:7: column `prompt` ends with a message of the assistant" in finished.stdout
+
+
+def test_a_checkpoint_that_no_run_has_written_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+    run = train_here(tmp_path, tiny_model, "schedule.steps=1")
+    checkpoint = step_folder(run / "checkpoints", 1)
+    (checkpoint / "state.json").write_text('{"step": 1, "trained_with": 3}')
+    make_manifest(checkpoint)
+    error = the_error(train(tmp_path, tiny_model, f"checkpoint.resume={checkpoint}", "name=other"))
+    assert error.startswith(f"checkpoint.resume: {checkpoint} is not a usable checkpoint: ")
+    assert "state.json: trained_with: Input should be" in error
+
+
+def test_too_little_memory_is_one_line() -> None:
+    for allocate in (lambda: bytearray(2**62), lambda: torch.empty(2**60)):
+        with pytest.raises((MemoryError, RuntimeError)) as raised:
+            allocate()
+        assert lacks_memory(raised.value)
+    assert not lacks_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

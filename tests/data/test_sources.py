@@ -12,7 +12,6 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from corral.data import sources
 from corral.data.rows import Row
 from corral.data.sources import OverlongCounts, fit_prompts, load_rows, render_prompt
 from corral.recipe.errors import UserError
@@ -137,6 +136,25 @@ def test_a_file_that_cannot_be_read_is_an_error_with_the_reason_and_the_line(
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=problem):
+        load(tmp_path / name)
+
+
+def test_a_damaged_page_of_parquet_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS * 100), path, compression="snappy")
+    content = bytearray(path.read_bytes())
+    content[4:100] = bytes(96)
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"a\.parquet can't be read as parquet"):
+        load(path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.csv.gz"])
+def test_a_line_has_a_largest_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("corral.data.sources.MAX_LINE", 1000)
+    with gzip.open(tmp_path / name, "wt") as file:
+        file.write('{"prompt": "x"}\n' + "x" * 2000)
+    with pytest.raises(UserError, match=rf"{name}:2: the line has more than 1000 characters"):
         load(tmp_path / name)
 
 
@@ -361,15 +379,6 @@ def test_zipped_texts_are_read_and_broken_ones_named(tmp_path: Path) -> None:
         (tmp_path / "rows.jsonl.gz").write_bytes(content)
         with pytest.raises(UserError, match=r"rows\.jsonl\.gz can't be read as gzip"):
             load(tmp_path / "rows.jsonl.gz")
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.csv"])
-def test_a_line_without_end_is_not_read_to_its_end(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MAX_LINE_CHARACTERS", 100)
-    content = b'"prompt"\n' + b"x" * 98 + b"\n" + b"x" * 10**6
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    with pytest.raises(UserError, match=rf"{name}:3: the line has 100 characters or more, as no row has"):
-        list(sources.read_files([str(tmp_path / name)]))
 
 
 def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:

@@ -146,6 +146,12 @@ def test_only_the_critic_is_trained_while_it_warms_up(tmp_path: Path, tiny_model
     assert [row["value/loss"] > 0 for row in steps] == [True] * 3
 
 
+def test_the_schedule_of_the_policy_begins_when_the_critic_is_warm(tmp_path: Path, tiny_model: Path) -> None:
+    overrides = ("schedule.steps=4", "critic.warmup_steps=2", "optimizer.schedule=linear")
+    rates = [row.get("policy/learning_rate") for row in steps_here(tmp_path, tiny_model, *overrides, *PPO)]
+    assert rates[2:] == pytest.approx([0.01, 0.005])
+
+
 def test_warm_up_is_a_share_of_the_updates_that_so_many_epochs_have(tmp_path: Path, tiny_model: Path) -> None:
     """40 rows, 4 a step: 5 steps of 2 updates."""
     overrides = ("~schedule.steps", "schedule.epochs=0.5", "batch.updates_per_step=2", "optimizer.warmup_ratio=0.4")

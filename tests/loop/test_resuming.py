@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from commands import corral
-from runs import VALIDATION, rows_of, train_here, write_recipe
+from runs import VALIDATION, make_manifest, rows_of, train_here, write_recipe
 from tiny import CHARACTERS, save_tiny_model
 
 from corral.loop import resuming
@@ -21,7 +21,7 @@ from corral.recipe.errors import UserError
 from corral.recipe.keys import all_keys
 from corral.recipe.load import load_recipe
 from corral.recipe.plan import make_plan
-from corral.training.checkpoint import read_state, size_and_hash
+from corral.training.checkpoint import read_state
 
 
 @pytest.fixture(scope="module")
@@ -167,9 +167,7 @@ def test_a_run_without_a_record_of_its_files_goes_on_with_a_note(folder: Path) -
 
 def rewrite_state(checkpoint: Path, state: dict[str, Any]) -> None:
     (checkpoint / "state.json").write_text(json.dumps(state))
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    manifest["files"]["state.json"] = size_and_hash(checkpoint / "state.json")
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    make_manifest(checkpoint)
 
 
 def test_a_start_that_is_refused_leaves_nothing_to_compare_with(folder: Path) -> None:

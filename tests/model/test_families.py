@@ -45,6 +45,8 @@ REFUSED = {
     "xlnet": "not a causal model",
     **dict.fromkeys(("emu3", "mllama"), "is not a causal language model of transformers"),
     "phi3-longrope": "other rotary frequencies",
+    "mistral-window0": "by its mask, layer 0 attends to the last 1 tokens, and asks attention for all tokens before",
+    "mistral-window-5": "by its mask, layer 0 attends to the last 1 tokens, and asks attention for the last -5",
     "llama-dynamic-over": "the model has 8 positions",
 }
 
@@ -83,6 +85,12 @@ def test_a_window_that_attention_is_not_asked_for_is_noticed(
     monkeypatch.setattr(families, "WINDOW_OF_MASK", {})
     save(name, folder)
     with pytest.raises(UserError, match="layer 0 attends to the last 20 tokens, and asks attention for all"):
+        load_model(Model(path=str(folder), dtype="float32"), torch.device("cpu"))
+
+
+def test_a_model_whose_own_forward_pass_fails_is_refused_in_one_line(folder: Path) -> None:
+    tiny_family_model(tiny_family_config("gpt_oss", sliding_window=None)).save_pretrained(folder)
+    with pytest.raises(UserError, match="transformers' own forward pass fails: Could not find a `sliding_window`"):
         load_model(Model(path=str(folder), dtype="float32"), torch.device("cpu"))
 
 

@@ -227,7 +227,19 @@ def test_a_file_that_someone_else_shortened_is_not_written_to(ledger: Ledger) ->
 
 @pytest.mark.parametrize(
     "line",
-    ["nonsense", "[1]", "{}", '{"step": 2}', '{"issued": "1"}', '{"step": 1, "issued": "3-1"}', '{"prompts": "1"}'],
+    [
+        *(
+            "nonsense",
+            "[1]",
+            "{}",
+            '{"step": 2}',
+            '{"issued": "1"}',
+            '{"step": 1, "issued": "3-1"}',
+            '{"prompts": "1"}',
+        ),
+        *('{"step": 1, "issued": "0-99999999999"}', "[" * 100_000),
+    ],
+    ids=lambda line: line[:40],
 )
 def test_a_line_that_cannot_be_read_is_an_error_with_its_number(ledger: Ledger, line: str) -> None:
     ledger.issue(1, [0])
@@ -310,6 +322,14 @@ def test_a_snapshot_that_knows_more_than_the_weights_is_refused(ledger: Ledger) 
     with pytest.raises(RunError, match="prompts 4-7 were trained after that step"):
         ledger.restore(ledger.snapshot(), 1)
     assert ledger.path.read_bytes() == before
+
+
+def test_a_snapshot_that_does_not_end_where_the_sampler_is_is_refused(ledger: Ledger) -> None:
+    one_step(ledger, 1, range(4))
+    ledger.restore(ledger.snapshot(), 1, next_prompt_id=4)
+    for next_prompt_id in (0, 3, 10**12):
+        with pytest.raises(RunError, match=f"has 4 prompts, and by its state.json {next_prompt_id} were handed out"):
+            ledger.restore(ledger.snapshot(), 1, next_prompt_id)
 
 
 # --- any history

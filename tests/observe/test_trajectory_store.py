@@ -180,6 +180,15 @@ def test_truncate_after_deletes_the_steps_since_the_checkpoint(tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001.jsonl.gz", "step_000002.parquet"]
 
 
+def test_delete_before_keeps_the_last_steps(tmp_path: Path) -> None:
+    writer = TrajectoryWriter(tmp_path)
+    for step in range(4):
+        writer.write(step, [record()])
+    writer.write(2, [], part="validation")
+    writer.delete_before(2)
+    assert TrajectoryStore(tmp_path).parts() == [(2, ""), (2, "validation"), (3, "")]
+
+
 # --- reading
 
 

@@ -55,6 +55,24 @@ SMALL = {
 
 
 @pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"num_hidden_layers": 10**9}, "`num_hidden_layers: 1000000000` is not one of a model"),
+        ({"num_attention_heads": 0}, "`num_attention_heads: 0` is not one of a model"),
+        ({"vocab_size": -1}, "`vocab_size: -1` is not one of a model"),
+        ({"hidden_size": 10**30}, "`hidden_size: 1000000000000000000000000000000` is not one of a model"),
+        ({"text_config": 5}, "is not a model's configuration"),
+        ({"layer_types": 5}, "is not a model's configuration"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA3_8B | changes))
+    with pytest.raises(UserError, match=problem) as raised:
+        ModelShape.read(str(tmp_path))
+    assert not isinstance(raised.value, UnknownShape)
+
+
+@pytest.mark.parametrize(
     ("config", "parameters"),
     [
         (QWEN25_05B, 494_032_768),

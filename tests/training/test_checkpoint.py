@@ -14,7 +14,7 @@ import torch
 from commands import corral
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runs import train_here
+from runs import make_manifest, train_here
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -132,6 +132,42 @@ def test_a_manifest_that_makes_no_sense_is_no_manifest(tmp_path: Path, content: 
     make(tmp_path, 1)
     (step_folder(tmp_path, 1) / "manifest.json").write_text(content, errors="surrogateescape")
     assert problem_with(step_folder(tmp_path, 1), hashes=False) == "its manifest.json is damaged"
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ('{"step": "x"}', "state.json: step: Input should be a valid integer"),
+        ('{"step": 1e30}', "state.json: step: "),
+        ('{"step": -1}', "state.json: step: "),
+        ("{}", "state.json: step: Field required"),
+        ("[]", "state.json: : Input should be"),
+        ('{"step": 1, "sampler": {}}', "state.json: sampler.seed: Field required"),
+        (
+            '{"step": 1, "sampler": {"seed": 0, "num_rows": 4, "next_prompt_id": 1.5}}',
+            "next_prompt_id: Input should be",
+        ),
+        ('{"step": 1, "trained_with": 3}', "state.json: trained_with: Input should be"),
+        (
+            '{"step": 1, "trained_with": {"recipe": 3}}',
+            "state.json: trained_with.recipe: Input should be a valid string",
+        ),
+        ('{"step": 1, "skipped_in_a_row": []}', "state.json: skipped_in_a_row: Input should be a valid integer"),
+        ('{"step": 1, "kl": {"coefficient": NaN}}', "state.json: kl.coefficient: Input should be a finite number"),
+        ('{"step": 2}', "state.json is that of step 2"),
+        ('{"step": 1, "validation": ' + "[" * 100_000, "state.json cannot be read: it is nested too deeply"),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_state_that_makes_no_sense_is_no_state(tmp_path: Path, content: str, problem: str) -> None:
+    """The manifest fits: whoever has written this has written both."""
+    with writing_checkpoint(step_folder(tmp_path, 1), {"step": 1}) as work:
+        write(work)
+    folder = step_folder(tmp_path, 1)
+    (folder / "state.json").write_text(content)
+    make_manifest(folder)
+    assert problem in (problem_with(folder, hashes=True) or "")
+    assert find_checkpoint(tmp_path, "auto") is None
 
 
 def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:

@@ -47,6 +47,14 @@ def test_cosine_decay_is_halfway_at_half_time() -> None:
     assert optimizer.learning_rate(12) == pytest.approx(0.0)
 
 
+@pytest.mark.parametrize("changes", [{"updates": -1}, {"loss_scale": math.nan}, {"loss_scale": 0}, {"good": math.inf}])
+def test_counters_that_no_optimizer_has_are_refused(changes: dict[str, float]) -> None:
+    optimizer, _ = make()
+    with pytest.raises((ValueError, OverflowError)):
+        optimizer.load_counters({**optimizer.counters(), **changes})
+    assert optimizer.counters() == {"updates": 0, "loss_scale": 1.0, "good": 0}
+
+
 def test_updates_equal_torchs_adamw() -> None:
     optimizer, parameter = make(learning_rate=0.1, weight_decay=0.01, betas=[0.8, 0.9], max_gradient_norm=9.0)
     theirs = nn.Parameter(parameter.detach().clone())
