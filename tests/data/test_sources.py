@@ -381,16 +381,6 @@ def test_zipped_texts_are_read_and_broken_ones_named(tmp_path: Path) -> None:
             load(tmp_path / "rows.jsonl.gz")
 
 
-def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "x"}]), path)
-    content = bytearray(path.read_bytes())
-    content[4] ^= 0xFF  # of a page's header, which pyarrow reports as an OSError
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=r"rows\.parquet can't be read as parquet"):
-        load(path)
-
-
 @pytest.mark.parametrize("line", ["[" * 100_000, '{"prompt": ' + "9" * 5000 + "}"])
 def test_nestings_and_numbers_without_end_are_errors_with_their_line(tmp_path: Path, line: str) -> None:
     (tmp_path / "rows.jsonl").write_text(line)
