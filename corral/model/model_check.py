@@ -76,6 +76,10 @@ def check_model(model: Any) -> None:
     sequences = probe_sequences(model)
     with one_line(f"model.path: {model.config._name_or_path}: transformers' own forward pass fails"):
         expected = [plain_logprobs(model, sequence) for sequence in sequences]
+    if torch.cat(expected).isnan().any():  # what is sampled of these could be the same for ever, and train nothing
+        raise UserError(
+            f"model.path: {model.config._name_or_path}: its log-probs are NaN: weights or config.json are bad"
+        )
     if not is_general(model):
         if (window := window_problem(model)) is not None:
             raise UserError(f"model.path: {model.config._name_or_path}: {window}{REPORT}")

@@ -143,21 +143,25 @@ def assert_ended_by_three_skipped_updates(folder: Path, model: Path, *overrides:
     assert not list((run / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_a_model_with_a_bad_weight_never_gets_to_a_checkpoint(
-    tmp_path: Path, poisoned_model: Path, algorithm: str
+def test_a_model_with_a_bad_weight_is_refused_when_it_is_loaded(tmp_path: Path, poisoned_model: Path) -> None:
+    write_recipe(tmp_path, poisoned_model)
+    finished = corral(tmp_path, "train", "recipe.yaml")
+    assert finished.code == 2
+    assert finished.errors == [
+        f"error: model.path: {poisoned_model}: its log-probs are NaN: weights or config.json are bad"
+    ]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("algorithm.name=ppo",), ("algorithm.kl.where=loss", "algorithm.kl.controller=adaptive")],
+    ids=["grpo", "ppo", "adaptive KL, which does not hide the reason"],
+)
+def test_a_learning_rate_that_breaks_the_model_ends_the_run(
+    tmp_path: Path, tiny_model: Path, overrides: tuple[str, ...]
 ) -> None:
-    assert_ended_by_three_skipped_updates(tmp_path, poisoned_model, f"algorithm.name={algorithm}")
-
-
-def test_adaptive_kl_of_a_bad_model_does_not_hide_the_reason(tmp_path: Path, poisoned_model: Path) -> None:
-    kl = ("algorithm.kl.where=loss", "algorithm.kl.controller=adaptive")
-    assert_ended_by_three_skipped_updates(tmp_path, poisoned_model, *kl)
-
-
-def test_a_learning_rate_that_breaks_the_model_ends_the_run(tmp_path: Path, tiny_model: Path) -> None:
-    overrides = ("optimizer.learning_rate=1e30", "checkpoint.every=2")
-    assert_ended_by_three_skipped_updates(tmp_path, tiny_model, *overrides, last_step=4)
+    rate = ("optimizer.learning_rate=1e30", "checkpoint.every=2")
+    assert_ended_by_three_skipped_updates(tmp_path, tiny_model, *rate, *overrides, last_step=4)
 
 
 def test_rewards_that_overflow_end_the_run(tmp_path: Path, tiny_model: Path) -> None:

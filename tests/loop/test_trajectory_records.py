@@ -112,6 +112,15 @@ def test_a_record_has_the_text_of_each_token() -> None:
     assert (record["prompt_chars"], record["response_chars"]) == ([1] * 7, [1, 1, 1, 1, 7])
 
 
+def test_a_run_keeps_the_trajectories_of_so_many_last_steps(tmp_path: Path, tiny_model: Path) -> None:
+    overrides = ("logging.trajectories=true", "logging.keep_trajectories=2", "schedule.steps=3")
+    run = train_here(tmp_path, tiny_model, *overrides, "checkpoint.at_end=false")
+    assert sorted(path.name for path in (run / "trajectories").iterdir()) == [
+        "step_000002.parquet",
+        "step_000003.parquet",
+    ]
+
+
 @pytest.mark.parametrize("old", ["engine", "recompute"])
 @pytest.mark.slow
 def test_numbers_in_the_store_are_those_that_were_trained_with(
