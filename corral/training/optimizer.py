@@ -271,7 +271,8 @@ class MasterOptimizer:
 
     def load_counters(self, counters: dict[str, Any]) -> None:
         updates, scale, num_good = int(counters["updates"]), float(counters["loss_scale"]), int(counters["good"])
-        if not (updates >= 0 and num_good >= 0 and 0 < scale < math.inf):
+        largest = 2.0**64 if self.scaler.enabled else 1.0  # with one beyond float32 no update would ever be made
+        if not (updates >= 0 and num_good >= 0 and 0 < scale <= largest):
             raise ValueError(f"counters are {counters}")
         self.updates, self.scaler.scale, self.scaler.num_good = updates, scale, num_good
 

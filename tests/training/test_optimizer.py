@@ -47,7 +47,9 @@ def test_cosine_decay_is_halfway_at_half_time() -> None:
     assert optimizer.learning_rate(12) == pytest.approx(0.0)
 
 
-@pytest.mark.parametrize("changes", [{"updates": -1}, {"loss_scale": math.nan}, {"loss_scale": 0}, {"good": math.inf}])
+@pytest.mark.parametrize(
+    "changes", [{"updates": -1}, {"loss_scale": math.nan}, {"loss_scale": 0}, {"loss_scale": 2.0}, {"good": math.inf}]
+)
 def test_counters_that_no_optimizer_has_are_refused(changes: dict[str, float]) -> None:
     optimizer, _ = make()
     with pytest.raises((ValueError, OverflowError)):
