@@ -158,12 +158,6 @@ def test_a_config_that_is_not_json_is_one_line(tmp_path):
             ModelShape.from_folder(tmp_path)
 
 
-@pytest.mark.parametrize("change", [{"num_attention_heads": 0}, {"num_hidden_layers": 10**9}])
-def test_numbers_that_no_model_has_are_one_line(change):
-    with pytest.raises(UserError, match=r"config.json: is of no model: it has \d+ attention heads and \d+ layers"):
-        ModelShape.from_config(LLAMA3_8B | change)
-
-
 def test_a_missing_number_is_named():
     with pytest.raises(UserError, match="has no vocab_size, so the model's shape is unknown"):
         ModelShape.from_config({key: value for key, value in LLAMA3_8B.items() if key != "vocab_size"})
