@@ -248,6 +248,11 @@ class Workers:
         self.placement = placement
         yield self
 
+    async def device_memory(self) -> None:
+        """Unknown."""
+
+    def hurry(self) -> None: ...
+
     async def build(self, role: str, recipe: Recipe, resume_from: Path | None, *, rank: int | None = None) -> Any:
         if role == "rewards":
             return []

@@ -128,8 +128,8 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
 
 
 def same_outcome(run: Path, other: Path, step: int) -> bool:
-    """To the bit: numbers, trajectories without durations, by their hashes all files of the last checkpoint but for the
-    name of the recipe's file, and what became of each prompt, but for how often it was issued."""
+    """To the bit: numbers, trajectories without durations, by their hashes all files of the last checkpoint but for
+    what it was trained with, and what became of each prompt, but for how often it was issued."""
     return (
         rows_of(run) == rows_of(other)
         and _checkpoint(run, step) == _checkpoint(other, step)
@@ -142,14 +142,19 @@ def _checkpoint(run: Path, step: int) -> tuple[dict[str, Any], dict[str, Any], l
     files = json.loads((folder / "manifest.json").read_text())["files"]
     del files["ledger.jsonl"], files["state.json"]
     state = json.loads((folder / "state.json").read_text())
-    del state["trained_with"]["recipe"]  # recipe.2.yaml, where it was resumed with another one
+    del state[
+        "trained_with"
+    ]  # recipe.2.yaml, where it was resumed with another one, and nothing without `corral train`
     lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
     return files, state, [{key: value for key, value in line.items() if key != "times"} for line in lines]
 
 
 def _trajectories(folder: Path) -> dict[str, pyarrow.Table]:
     tables = {path.name: pyarrow.parquet.read_table(path) for path in folder.iterdir()}
-    return {name: table.drop_columns(["generate_s", "environment_s"]) for name, table in tables.items()}
+    return {
+        name: table.drop_columns([column for column in table.column_names if column.endswith("_s")])
+        for name, table in tables.items()
+    }
 
 
 def make_manifest(checkpoint: Path) -> None:

@@ -4,7 +4,6 @@ import math
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from corral.loop.training_loop import RunState
 from corral.loop.validation import ValidationResult
 from corral.observe.console import Console
 from corral.observe.run_files import read_metrics
-from corral.recipe.errors import RunError
+from corral.recipe.errors import RunError, RunInterrupted
 from corral.training.checkpoint import problem_with
 from corral.training.tensor_files import DeferredWrites
 
@@ -272,7 +271,7 @@ def test_an_upload_that_takes_long_does_not_keep_a_run_from_ending(
 
     on_step(monkeypatch, 2, leave)
     command = f'["sh", "-c", "if [ {{step}} = 1 ]; then sleep 86400; fi; touch {tmp_path}/{{step}}"]'
-    with pytest.raises(RunError, match="for this test") if end == "failed" else nullcontext():
+    with pytest.raises(RunError, match="for this test") if end == "failed" else pytest.raises(RunInterrupted):
         train_here(tmp_path, tiny_model, "schedule.steps=9", *EVERY_STEP, f"checkpoint.upload={command}")
     assert "the command for step 1 was ended, as the run ends" in caplog.text
     assert checkpoints(tmp_path) == ["step_000001", "step_000002"][: 1 if end == "failed" else 2]

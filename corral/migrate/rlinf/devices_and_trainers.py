@@ -170,7 +170,7 @@ def roles_of(config: ForeignConfig, names: list[str], devices: ComponentDevices)
     known = config.constants["roles"]
     placed = {known[name] for name in devices.by_component if name in known}
     wanted = {"actor": True, "rollout": True, "reference": has_kl(config), "critic": has_critic(config)}
-    roles = [role for name in names if (role := known[name]) and wanted[role]]
+    roles = [role for name in names if (role := known.get(name)) and wanted[role]]
     if "actor" in roles:
         roles += [role for role in ("reference", "critic") if wanted[role] and role not in placed]
     return list(dict.fromkeys(roles))
