@@ -142,9 +142,7 @@ def _checkpoint(run: Path, step: int) -> tuple[dict[str, Any], dict[str, Any], l
     files = json.loads((folder / "manifest.json").read_text())["files"]
     del files["ledger.jsonl"], files["state.json"]
     state = json.loads((folder / "state.json").read_text())
-    del state[
-        "trained_with"
-    ]  # recipe.2.yaml, where it was resumed with another one, and nothing without `corral train`
+    del state["trained_with"]  # recipe.2.yaml where it was resumed with another one, nothing without `corral train`
     lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
     return files, state, [{key: value for key, value in line.items() if key != "times"} for line in lines]
 
