@@ -176,7 +176,7 @@ def trajectory_records(trajectories: Sequence[Trajectory], texts: "TokenTexts") 
         response, response_chars = texts.decode(response_tokens)
         parent, num_shared = branches[i]
         turns = turn_spans(trajectory)
-        is_sampled = bool((trajectory.versions >= 0).any())  # and not the answer of a row, which nobody rewards
+        is_sampled = bool((trajectory.versions >= 0).any())  # and not the answer of a row, which has no reward
         yield {
             "prompt_id": trajectory.prompt_id,
             "sample": trajectory.sample,

@@ -76,7 +76,7 @@ def check_model(model: Any) -> None:
     sequences = probe_sequences(model)
     with one_line(f"model.path: {model.config._name_or_path}: transformers' own forward pass fails"):
         expected = [plain_logprobs(model, sequence) for sequence in sequences]
-    if torch.cat(expected).isnan().any():  # what is sampled of these could be the same for ever, and train nothing
+    if torch.cat(expected).isnan().any():  # samples of it could all be the same, and train nothing without a word
         raise UserError(
             f"model.path: {model.config._name_or_path}: its log-probs are NaN: weights or config.json are bad"
         )

@@ -103,7 +103,7 @@ def load_config(model: Model) -> Any:
     from transformers import AutoConfig
 
     source = model_source(model.path)
-    ModelShape.find(model.path)  # raises for sizes up to which transformers would count for ever
+    ModelShape.find(model.path)  # raises for sizes up to which transformers would count without an end
     with one_line(f"model.path: {model.path} could not be loaded"):
         config, unknown = AutoConfig.from_pretrained(
             source, trust_remote_code=model.trust_remote_code, return_unused_kwargs=True, **model.config_overrides

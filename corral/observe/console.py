@@ -65,7 +65,7 @@ class Console(Tracker):
         show: Callable[[str], None] | None = None,
     ) -> None:
         """`live`: with a progress bar, if it is a terminal. Not where something else writes there too, as a
-        debugger. `warnings`: where these are printed as well, if nobody looks at `stream`. `show`: shows HTML in a
+        debugger. `warnings`: where these are printed as well, if `stream` is not looked at. `show`: shows HTML in a
         notebook, in place of what it has shown before; nothing is printed then."""
         self._show_html, self._lines, self._shown_at = show, io.StringIO(), -math.inf
         stream = self._lines if show is not None else stream or sys.stdout

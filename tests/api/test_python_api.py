@@ -298,7 +298,7 @@ def test_ctrl_c_in_a_notebook_ends_a_run_that_is_being_prepared(tmp_path: Path, 
             asyncio.new_event_loop().run_until_complete(cell())
     finally:
         signal.signal(signal.SIGINT, before)
-    with RunFolder.open(tmp_path / "runs", "tiny", "auto") as folder:  # nobody has it any more
+    with RunFolder.open(tmp_path / "runs", "tiny", "auto") as folder:  # it is free again
         assert not folder.holds_run
 
 

@@ -146,7 +146,7 @@ def test_interrupts_at_any_moment_leave_no_trace(tmp_path: Path, tiny_model: Pat
 
 
 def hold_loading() -> None:
-    """The model is loaded, for ever."""
+    """The model is loaded, without an end."""
 
     def held(*_: Any) -> None:
         Path("loading").touch()
@@ -157,7 +157,7 @@ def hold_loading() -> None:
 
 
 @BOTH
-@pytest.mark.deadline("the model is loaded for ever")
+@pytest.mark.deadline("the model is loaded without an end")
 def test_an_interrupt_while_the_model_is_loaded_ends_the_run_at_once(
     tmp_path: Path, tiny_model: Path, number: signal.Signals
 ) -> None:

@@ -170,7 +170,7 @@ def test_patience_ends_with_what_the_server_said(server: StandInRetriever) -> No
     client.close()
 
 
-@pytest.mark.deadline("the client's thread must give up before whoever waits for it does")
+@pytest.mark.deadline("the client's thread must give up before its caller does")
 def test_a_server_that_does_not_answer_in_time_has_failed(server: StandInRetriever) -> None:
     server.delay_s = within(1.0)
     client = RetrievalClient(server.url, timeout_s=within(0.2), patience_s=within(0.3))

@@ -160,7 +160,7 @@ def test_a_manifest_that_makes_no_sense_is_no_manifest(tmp_path: Path, content: 
     ids=lambda text: text[:40],
 )
 def test_a_state_that_makes_no_sense_is_no_state(tmp_path: Path, content: str, problem: str) -> None:
-    """The manifest fits: whoever has written this has written both."""
+    """The manifest fits: both files are of one author."""
     with writing_checkpoint(step_folder(tmp_path, 1), {"step": 1}) as work:
         write(work)
     folder = step_folder(tmp_path, 1)

@@ -407,4 +407,4 @@ def describe_saved(job: Job, output: str) -> str:
     folder = job.folder or "its run's folder"
     if done == 0:
         return f"no step was done yet, so there was nothing to save; run folder {folder}"
-    return f"a checkpoint of step {done} of {total} is in {folder}; `corral submit RECIPE --resume` goes on from it"
+    return f"a checkpoint of step {done} of {total} is in {folder}; `corral submit RECIPE --resume` continues from it"
