@@ -262,14 +262,23 @@ def remove_released_folder(folder: Path) -> None:
     with suppress(FileNotFoundError):
         descriptor = os.open(folder, os.O_RDONLY)
         fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits
-        if any(folder.glob("*.log")):
-            return
         # The shim of a worker, which does not hold the folder, may write an exit code in the middle of this.
         for _ in range(REMOVE_ATTEMPTS):
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_folder(folder)
             if not folder.exists():
                 return
             time.sleep(POLL_EVERY_S)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a folder unless there are logs in it, and what the workers that have a `heartbeat-PID` there have left in
+    /dev/shm: torch counts who maps memory of a GPU, in files that stay when a process is killed."""
+    for heartbeat in folder.glob("heartbeat-*"):
+        for counts in Path("/dev/shm").glob(f"torch_{heartbeat.name.partition('-')[2]}_*"):
+            with suppress(OSError):
+                counts.unlink()
+    if not any(folder.glob("*.log")):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import contextlib
 import ipaddress
 import os
 import select
-import shutil
 import socket
 import sys
 import sysconfig
@@ -152,8 +151,7 @@ class NodeAgent:
         for worker in self.workers.look():
             self.workers.kill(worker.pid)
         self.services.close()
-        if not any(self.folder.glob("*.log")):
-            shutil.rmtree(self.folder, ignore_errors=True)
+        child_process.remove_folder(self.folder)
 
 
 class Heartbeats:

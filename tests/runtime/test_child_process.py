@@ -155,6 +155,22 @@ def test_a_folder_goes_when_the_last_process_that_holds_it_was_killed(tmp_path: 
     wait_until(lambda: not folder.exists())
 
 
+def test_a_killed_workers_shared_memory_goes_with_the_folder_and_logs_stay(tmp_path: Path) -> None:
+    worker = subprocess.Popen(["true"])
+    worker.wait()
+    folder, log = tmp_path / "held", tmp_path / "held" / "worker.log"
+    folder.mkdir()
+    (folder / f"heartbeat-{worker.pid}").touch()
+    log.touch()
+    counts = Path(f"/dev/shm/torch_{worker.pid}_4242_0")
+    counts.touch()
+    child_process.remove_folder(folder)
+    assert not counts.exists() and log.exists()
+    log.unlink()
+    child_process.remove_folder(folder)
+    assert not folder.exists()
+
+
 def test_a_released_folder_goes_even_if_an_exit_code_is_written_into_it_meanwhile(tmp_path: Path) -> None:
     """As a worker's shim does, which ends a moment later than the worker."""
     folder = tmp_path / "held"
