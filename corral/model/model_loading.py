@@ -51,10 +51,11 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def cpu_has_bfloat16() -> bool:
     """Whether the CPU multiplies bfloat16. With AVX-512 alone oneDNN says so too, and is 2 to 4 times slower at it than
     at float32."""
+    if not torch.backends.mkldnn.is_available():  # as in builds for macOS: plain loops
+        return False
     if platform.machine() in ("x86_64", "AMD64"):
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    has_mkldnn = torch.backends.mkldnn.is_available()  # builds for macOS have not, and then not the operator either
-    return has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def has_bfloat16(device: torch.device) -> bool:

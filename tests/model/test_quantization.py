@@ -88,7 +88,10 @@ def test_gradients_are_those_of_peft_on_the_same_base(
         base = AutoModelForCausalLM.from_pretrained(
             wide_model, dtype=torch.float32, quantization_config=config, device_map="cpu"
         ).eval()
-        assert sum(isinstance(module, bnb.nn.Linear4bit) for module in base.modules()) == 14
+        linear = [module for module in base.modules() if isinstance(module, bnb.nn.Linear4bit)]
+        assert len(linear) == 14
+        for module in linear:  # on a CPU with AVX-512 for bfloat16 it would compute in that, whatever it was asked for
+            module.support_avx512bf16_for_cpu = False
     found = train_squares(ours)
     expected = peft_trains_squares(PeftModel.from_pretrained(base, tmp_path, is_trainable=True).eval())
     assert len(found) == len(expected) > 0

@@ -184,6 +184,7 @@ def group_that(does: str) -> "subprocess.Popen[bytes]":
     return start_child([sys.executable, "-c", program])
 
 
+@pytest.mark.deadline("a process that computes must get a twentieth of a core in two seconds")
 @pytest.mark.parametrize(
     ("does", "lives"), [("while True: pass", True), ("import time; time.sleep(600)", False)], ids=["computes", "waits"]
 )
