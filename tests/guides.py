@@ -52,3 +52,13 @@ def block(name: str) -> Block:
 def is_first(guide: Path) -> bool:
     """Not a translation, whose commands are the same."""
     return ".zh." not in guide.name
+
+
+@cache
+def messages() -> tuple[str, ...]:
+    """The sources of Corral with texts that go over several lines joined, in which what it prints can be looked for."""
+    return tuple(joined(path) for suffix in ("py", "js") for path in sorted((ROOT / "corral").rglob(f"*.{suffix}")))
+
+
+def joined(path: Path) -> str:
+    return re.sub(r'"\s*\n\s*(\+ )?f?"', "", path.read_text()).replace("{{", "{").replace("}}", "}").replace('\\"', '"')

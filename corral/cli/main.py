@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from corral.cli import bench, cluster_commands, envs, launch, migrate, planning, retriever
+from corral.cli.chinese import add_chinese
 from corral.cli.planning import AsJson, Overrides, RecipeFile, examples, planned
 from corral.cli.starter import init
 from corral.recipe.errors import RunError, RunInterrupted, UserError, first_line, without_controls
@@ -366,7 +367,7 @@ def lacks_memory(error: BaseException) -> bool:
 def print_error(message: str, code: int = 1) -> int:
     """Returns the exit code."""
     for line in without_controls(message).splitlines():
-        print(f"error: {line}", file=sys.stderr)
+        print(add_chinese(f"error: {line}", os.environ), file=sys.stderr)
     return code
 
 

@@ -1,6 +1,7 @@
 """`corral migrate`: recipes of verl, Search-R1, ROLL and RLinf as recipes of Corral, printed, planned or trained."""
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from corral.cli.chinese import add_chinese
 from corral.cli.planning import Debug, Insecure, PostMortem, ResumeAnyway, print_plan, train_recipe
 from corral.recipe.errors import RecipeError, UserError
 
@@ -124,7 +126,8 @@ def read(
         if as_json:
             print(json.dumps(as_dict(refused, error.problems), indent=2))
         elif refused.entries or refused.pitfalls:
-            print(f"{report_text(refused, every_key)}\n\nthere is no recipe:", file=sys.stderr)
+            report = f"{report_text(refused, every_key)}\n\nthere is no recipe:"
+            print(add_chinese(report, os.environ), file=sys.stderr)
         raise
 
 
@@ -167,7 +170,7 @@ def print_migration(migration: "Migration", strict: bool, every_key: bool, as_js
         print(json.dumps(as_dict(migration, str(problem).splitlines() if problem else ()), indent=2))
     else:
         print(recipe_text(migration), end="")
-        print(report_text(migration, every_key), file=sys.stderr)
+        print(add_chinese(report_text(migration, every_key), os.environ), file=sys.stderr)
     if problem is not None:
         raise problem
     if strict and migration.unsupported:

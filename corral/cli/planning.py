@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from corral.cli.chinese import add_chinese
 from corral.recipe.errors import UserError
 
 if TYPE_CHECKING:
@@ -106,7 +107,12 @@ def planned(recipe: Path, overrides: Sequence[str] | None) -> "tuple[Recipe, Pla
 
 def with_plan(recipe: "Recipe") -> "tuple[Recipe, Plan]":
     from corral.model.families import checked_plan
+    from corral.rewards.reward_function import check_name
 
+    for environment in recipe.tagged_environments.values():
+        for reward in environment.named_rewards.values():
+            if reward.name != "reward_model":  # a role, and no function
+                check_name(reward.name)
     return recipe, checked_plan(recipe)
 
 
@@ -138,7 +144,7 @@ def print_plan(recipe: "Recipe", as_json: bool, check: bool = False) -> None:
     services = describe_services(loaded)
     text = plan.text() if not services else "\n".join([plan.text(), "services", *(f"  {line}" for line in services)])
     if not as_json:
-        print(text)
+        print(add_chinese(text, os.environ))
     checked = []
     if check:
         from corral.loop.preflight import check_here
@@ -148,7 +154,7 @@ def print_plan(recipe: "Recipe", as_json: bool, check: bool = False) -> None:
     if as_json:
         print(json.dumps({**plan.as_dict(), "services": services} | ({"checked": checked} if check else {}), indent=2))
     elif check:
-        print("\n".join(["checked", *(f"  {line}" for line in checked)]))
+        print(add_chinese("\n".join(["checked", *(f"  {line}" for line in checked)]), os.environ))
 
 
 def rehearse_quickly(recipe: "Recipe", debugging: "Debugging") -> None:
@@ -189,7 +195,8 @@ def print_fit(path: Path, overrides: Sequence[str], devices: str, as_json: bool)
     if as_json:
         print(json.dumps({**fit.as_dict(), "plan": plan.as_dict()}, indent=2))
         return
-    print("\n".join([*fit.lines(shlex.join([str(path), *overrides]), hardware), "", plan.text()]))
+    found = "\n".join([*fit.lines(shlex.join([str(path), *overrides]), hardware), ""])
+    print(f"{found}\n{add_chinese(plan.text(), os.environ)}")
 
 
 def describe_services(recipe: "Recipe") -> list[str]:

@@ -137,6 +137,12 @@ def test_reward_that_is_not_found(tmp_path: Path, tiny_model: Path, name: str, e
     assert expected in the_error(train(tmp_path, tiny_model, f"environment.reward.name={name}"))
 
 
+def test_a_plan_knows_which_rewards_there_are(tmp_path: Path, tiny_model: Path) -> None:
+    write_recipe(tmp_path, tiny_model)
+    error = the_error(corral(tmp_path, "plan", "recipe.yaml", "environment.reward.name=exakt"))
+    assert error.startswith("there is no reward `exakt`; did you mean `exact`?")
+
+
 def test_reward_that_cannot_be_imported(tmp_path: Path, tiny_model: Path) -> None:
     (tmp_path / "broken.py").write_text("import nothing_like_it\ndef score(response): ...\n")
     error = the_error(train(tmp_path, tiny_model, "environment.reward.name=broken.py:score"))

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from guides import GUIDES, ROOT, blocks, is_first
+from guides import GUIDES, ROOT, blocks
 
 COMMAND = re.compile(
     r"^\s*(\$ )?(corral|make|pip|ray|sbatch|dstack|docker|podman|kubectl|ssh|git|python) ", re.MULTILINE
@@ -28,13 +28,3 @@ def test_every_name_is_used_by_a_test() -> None:
     for one in (one for guide in GUIDES for one in blocks(guide)):
         if one.kind == "run":
             assert f'block("{one.what}")' in tests, f"{one.guide.name}:{one.line}: no test runs {one.what}"
-
-
-def test_a_translation_has_the_same_commands() -> None:
-    translated = [guide for guide in GUIDES if not is_first(guide)]
-    assert translated
-    for guide in translated:
-        original = guide.with_name(guide.name.replace(".zh.", "."))
-        assert [(one.language, one.kind, one.what, one.text) for one in blocks(guide) if one.language == "sh"] == [
-            (one.language, one.kind, one.what, one.text) for one in blocks(original) if one.language == "sh"
-        ], f"{guide.name} and {original.name} differ"

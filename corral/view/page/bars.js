@@ -51,11 +51,11 @@ export function stackedBars(title, getData, settings, onStep) {
       let sum = 0;
       const x = MARGIN.left + index * slot + slot * 0.12;
       const name = bar.length > 1 ? `${bar[0][0]}–${bar.at(-1)[0]}` : String(bar[0][0]);
-      const words = parts.map((part) => `${part.name} ${number(mean(part, bar), 3)} s`).join("\n");
+      const words = parts.map((part) => `${t(part.name)} ${number(mean(part, bar), 3)} s`).join("\n");
       return s(
         "g",
         { class: "bar", onclick: () => onStep?.(bar[0][0]) },
-        s("title", {}, `${t("step")} ${name}\n${words}`),
+        s("title", {}, `${t("step {}").replace("{}", name)}\n${words}`),
         parts.map((part, number_) => {
           const value = mean(part, bar);
           sum += value;
@@ -75,7 +75,7 @@ export function stackedBars(title, getData, settings, onStep) {
     replace(svg, marks, drawn);
     replace(
       legend,
-      parts.map((part, index) => h("span", { class: `key line-${index % COLORS}` }, plain(part.name))),
+      parts.map((part, index) => h("span", { class: `key line-${index % COLORS}` }, t(part.name))),
     );
   }
   settings.add(draw);
@@ -117,7 +117,7 @@ export function rewardMap(steps, onStep) {
     return s(
       "g",
       { class: "bar", onclick: () => onStep(one.step) },
-      s("title", {}, `${t("step")} ${one.step}`),
+      s("title", {}, t("step {}").replace("{}", one.step)),
       bins.map((count, bin) =>
         count
           ? s("rect", {
@@ -153,7 +153,7 @@ export function rewardsByLength(steps, onSample) {
   const y = (reward) => MARGIN.top + (1 - (reward - low) / (high - low)) * (HEIGHT - MARGIN.top - MARGIN.bottom);
   const legend = all.map((own, color) => {
     const [first, last] = [parts[color][0].step, parts[color].at(-1).step];
-    const name = first === last ? `${t("step")} ${first}` : `${t("steps")} ${first}–${last}`;
+    const name = first === last ? t("step {}").replace("{}", first) : t("steps {}").replace("{}", `${first}–${last}`);
     return h("span", { class: `key line-${color}` }, `${name}: ${t("correlation")} ${number(correlation(own), 2)}`);
   });
   const down = ticks(0, longest, 5).map((length) => [x(length), length]);
@@ -165,7 +165,7 @@ export function rewardsByLength(steps, onSample) {
       s(
         "circle",
         { cx: x(one.length), cy: y(one.reward), r: 3, class: `dot bar line-${one.color}`, opacity: 0.55, onclick: () => onSample(one) },
-        s("title", {}, `${t("step")} ${one.step}, ${t("reward")} ${number(one.reward, 4)}, ${one.length} ${t("tokens")}`),
+        s("title", {}, `${t("step {}").replace("{}", one.step)}, ${t("reward")} ${number(one.reward, 4)}, ${one.length} ${t("tokens")}`),
       ),
     ),
   );

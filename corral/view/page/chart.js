@@ -110,7 +110,7 @@ export function lineChart(title, getSeries, settings, onStep) {
       .filter(([, value]) => value !== null && value !== undefined);
     replace(
       tip,
-      h("strong", {}, `${t("step")} ${pointed}`),
+      h("strong", {}, t("step {}").replace("{}", pointed)),
       lines.map(([name, value]) => h("div", {}, `${plain(name)} `, h("b", {}, number(value, 6)))),
     );
     tip.hidden = false;

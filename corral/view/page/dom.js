@@ -1,5 +1,7 @@
 // Elements out of data. Text from runs becomes text nodes and nothing else: no function here takes HTML.
 
+import { t } from "./language.js";
+
 const SVG = "http://www.w3.org/2000/svg";
 // Characters that would move, hide or reverse what stands beside them: controls, bidirectional marks, lone surrogates.
 const HIDDEN =
@@ -36,7 +38,7 @@ export function replace(element, ...children) {
 export function shown(text, longest = LONGEST) {
   const value = String(text ?? "");
   if (value.length > longest) {
-    const more = h("button", { class: "link", type: "button" }, `… ${value.length - longest} more characters`);
+    const more = h("button", { class: "link", type: "button" }, t("… {} more characters").replace("{}", value.length - longest));
     more.addEventListener("click", () => more.replaceWith(...shown(value.slice(longest), 20 * longest)));
     return [...shown(value.slice(0, longest), longest), more];
   }
@@ -79,9 +81,9 @@ export function number(value, digits = 4) {
 
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
-  if (seconds < 60) return `${number(seconds, 3)} s`;
-  if (seconds < 3600) return `${Math.floor(seconds / 60)} min`;
-  return seconds < 86400 ? `${number(seconds / 3600, 2)} h` : `${number(seconds / 86400, 2)} d`;
+  if (seconds < 60) return `${number(seconds, 3)} ${t("s")}`;
+  if (seconds < 3600) return `${Math.floor(seconds / 60)} ${t("min")}`;
+  return seconds < 86400 ? `${number(seconds / 3600, 2)} ${t("h")}` : `${number(seconds / 86400, 2)} ${t("d")}`;
 }
 
 export function download(name, type, content) {

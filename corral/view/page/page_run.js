@@ -40,7 +40,7 @@ export async function runPage(id, tab = "curves", more) {
         [
           detail.algorithm,
           detail.model,
-          `${t("step")} ${detail.step}${detail.num_steps ? ` / ${detail.num_steps}` : ""}`,
+          t("step {}").replace("{}", `${detail.step}${detail.num_steps ? ` / ${detail.num_steps}` : ""}`),
           detail.folder,
         ]
           .filter(Boolean)
@@ -264,7 +264,7 @@ function steps(detail, metrics, address) {
   const rows = [...detail.parts].reverse().map(([step, part]) => {
     const score = part ? [...metrics.columns.keys()].find((name) => name.startsWith(`${part}/mean@`)) : detail.curve;
     return [
-      link(`${address}/step/${stepName(step, part)}`, `${t("step")} ${step}`),
+      link(`${address}/step/${stepName(step, part)}`, t("step {}").replace("{}", step)),
       part ? t(part) : t("training"),
       number(value(score, step), 4),
       number(value(part ? `${part}/length` : "length/mean", step), 4),

@@ -160,13 +160,13 @@ export async function stepPage(id, name) {
     title: `${id} · ${name}`,
     trail: [
       [id, address],
-      [`${t("step")} ${step}${part ? ` · ${t(part)}` : ""}`, here],
+      [`${t("step {}").replace("{}", step)}${part ? ` · ${t(part)}` : ""}`, here],
     ],
     content: [
       h(
         "div",
         { class: "toolbar" },
-        h("h1", {}, `${t("Step")} ${step}`),
+        h("h1", {}, t("Step {}").replace("{}", step)),
         part ? h("span", { class: "chip" }, t(part)) : null,
         h("button", { type: "button", class: "plain", title: "k", onclick: () => go(-1) }, "←"),
         h("button", { type: "button", class: "plain", title: "j", onclick: () => go(1) }, "→"),

@@ -120,7 +120,7 @@ export async function trajectoryPage(id, name, index, view = "conversation", oth
     title: `${id} · ${name} · ${index}`,
     trail: [
       [id, address],
-      [`${t("step")} ${step}${part ? ` · ${t(part)}` : ""}`, here],
+      [`${t("step {}").replace("{}", step)}${part ? ` · ${t(part)}` : ""}`, here],
       [`${t("prompt")} ${record.prompt_id ?? "?"}, ${t("sample")} ${record.sample ?? index}`],
     ],
     content: [
@@ -245,7 +245,7 @@ function framesOf(record) {
     const at = Number(range.value);
     const isPicture = record.pictures !== undefined && frames[at].startsWith("data:image/png;base64,");
     replace(canvas, isPicture ? h("img", { src: frames[at], alt: "" }) : h("pre", {}, shown(frames[at])));
-    replace(label, at ? `${t("after turn")} ${at} / ${frames.length - 1}` : t("before the first turn"));
+    replace(label, at ? t("after turn {}").replace("{}", `${at} / ${frames.length - 1}`) : t("before the first turn"));
   }
   draw();
   const move = (by) => {

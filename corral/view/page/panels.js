@@ -97,7 +97,7 @@ export function seriesOf(metrics, patterns) {
   if (names.some((name) => HELD_OUT.test(name))) {
     for (const baseline of ["random", "optimal"]) {
       const level = measured(metrics, `validation/${baseline}/reward`).at(-1);
-      if (level !== undefined) series.push({ name: baseline, level: true, values: [level] });
+      if (level !== undefined) series.push({ name: t(baseline), level: true, values: [level] });
     }
   }
   return series;
