@@ -71,6 +71,8 @@ class RewardedBatch:
     estimator needs a teacher."""
     turns: Turns | None = None
     """None unless the estimator needs turns; then None means that every trajectory is one turn."""
+    domains: Tensor | None = None
+    """[N] int, trajectories that are whitened together have the same number. None: all are."""
     is_whole: bool = True
     """Whether statistics over all of it may be taken: it is the whole batch of a step."""
 
@@ -110,8 +112,10 @@ class RewardedBatch:
         return self
 
     def whiten(self, values: Tensor) -> Tensor:
-        """[T]: `values` with mean 0 and deviation 1 over the generated tokens of the whole batch."""
-        return ragged.whiten(values, self.whole.mask)
+        """[T]: `values` with mean 0 and deviation 1 over the generated tokens of the whole batch, or of each domain."""
+        if self.domains is None:
+            return ragged.whiten(values, self.whole.mask)
+        return ragged.whiten_parts(values, self.whole.mask, ragged.expand(self.domains, self.offsets))
 
     def rows_of(self, group: Tensor) -> RewardedBatch:
         """The samples of one group alone."""
@@ -134,6 +138,7 @@ class RewardedBatch:
             None if self.baselines is None else self.baselines[rows],
             None if self.teacher_lead is None else self.teacher_lead[tokens],
             turns,
+            None if self.domains is None else self.domains[rows],
             self.is_whole,
         )
 

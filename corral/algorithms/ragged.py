@@ -166,6 +166,15 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     return only((values - chosen.mean()) * torch.rsqrt(chosen.var() + 1e-8), mask)
 
 
+def whiten_parts(values: Tensor, mask: Tensor, parts: Tensor) -> Tensor:
+    """[T]: each part whitened by itself. `parts` [T] numbers them; 0 where a part has a single masked token."""
+    found = torch.zeros_like(values)
+    for part in parts[mask].unique():
+        own = mask & (parts == part)
+        found += whiten(values, own) if int(own.sum()) > 1 else 0
+    return found
+
+
 def _running_count(mask: Tensor) -> Tensor:
     """[T + 1]: how many masked tokens stand before each position."""
     return torch.nn.functional.pad(mask.long().cumsum(0), (1, 0))

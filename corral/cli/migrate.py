@@ -15,6 +15,7 @@ from corral.cli.planning import Debug, Insecure, PostMortem, ResumeAnyway, print
 from corral.recipe.errors import RecipeError, UserError
 
 if TYPE_CHECKING:
+    from corral.migrate.guide import Guide
     from corral.migrate.migration import Migration
     from corral.recipe.schema import Recipe
 
@@ -36,7 +37,8 @@ def migrate(
         list[str] | None,
         typer.Argument(
             metavar="FILE [KEY=VALUE...] | -- COMMAND...",
-            help="A script or a YAML file, with changes to its keys or to those of the recipe; or a whole command.",
+            help="A script, a YAML file or a guide (.md, .rst, .txt), with changes to its keys or the recipe's; or a "
+            "whole command.",
             show_default=False,
         ),
     ] = None,
@@ -90,9 +92,14 @@ def migrate(
         raise UserError("name a script or a YAML file of another system, or write its command behind `--`")
     recipe = own_recipe(words)
     if recipe is None:
-        migration = read(words, system, dict(name_and_value(one) for one in define or []), every_key, as_json)
+        defined = dict(name_and_value(one) for one in define or [])
+        guide = guide_of(words, system, defined)
+        if guide is not None and not (plan or train) and guide.line is None and len(guide.trainings) != 1:
+            print_guide(guide, as_json)
+            return
+        migration = read(words, system, defined, every_key, as_json, guide)
         if not (plan or train):
-            print_migration(migration, strict, every_key, as_json)
+            print_migration(migration, strict, every_key, as_json, guide)
             return
         recipe = accepted(migration, allow_unsupported)
     elif system is not None or define or strict or every_key:
@@ -110,14 +117,38 @@ def migrate(
     train_recipe(recipe, Debugging(debug, post_mortem, insecure), resume_anyway)
 
 
+def guide_of(words: Sequence[str], system: str | None, defined: Mapping[str, str]) -> "Guide | None":
+    """The page that is named, with what becomes of its commands. None: something else is named."""
+    from corral.migrate.guide import Guide, guide_named, read_guide
+
+    named = guide_named(words[0])
+    return named and Guide(named[0], read_guide(named[0], system, defined, words[1:]), named[1])
+
+
+def print_guide(guide: "Guide", as_json: bool) -> None:
+    from corral.migrate.guide import as_list, guide_text
+
+    if as_json:
+        print(json.dumps({"guide": as_list(guide.answers)}, indent=2))
+        return
+    print(guide_text(guide), file=sys.stderr)
+
+
 def read(
-    words: Sequence[str], system: str | None, defined: Mapping[str, str], every_key: bool, as_json: bool
+    words: Sequence[str],
+    system: str | None,
+    defined: Mapping[str, str],
+    every_key: bool,
+    as_json: bool,
+    guide: "Guide | None",
 ) -> "Migration":
     """The migration. What is refused has its report, too, before the error."""
     from corral.migrate.config_sources import migrate_file, migrate_words
     from corral.migrate.migration import RefusedConfig, as_dict, report_text
 
     try:
+        if guide is not None:
+            return guide.training()
         if is_file_with_overrides(words):
             return migrate_file(Path(words[0]), system, defined, words[1:])
         return migrate_words(words, system, defined)
@@ -157,7 +188,10 @@ def name_and_value(written: str) -> tuple[str, str]:
     return name, value
 
 
-def print_migration(migration: "Migration", strict: bool, every_key: bool, as_json: bool) -> None:
+def print_migration(
+    migration: "Migration", strict: bool, every_key: bool, as_json: bool, guide: "Guide | None" = None
+) -> None:
+    from corral.migrate.guide import as_list, guide_text
     from corral.migrate.migration import as_dict, recipe_text, report_text
     from corral.model.families import checked_plan
 
@@ -167,9 +201,13 @@ def print_migration(migration: "Migration", strict: bool, every_key: bool, as_js
     except UserError as error:
         problem = error
     if as_json:
-        print(json.dumps(as_dict(migration, str(problem).splitlines() if problem else ()), indent=2))
+        page = {"guide": as_list(guide.answers)} if guide else {}
+        print(json.dumps(page | as_dict(migration, str(problem).splitlines() if problem else ()), indent=2))
     else:
         print(recipe_text(migration), end="")
+        if guide is not None and guide.line is None:
+            print(f"{guide_text(guide)}
+", file=sys.stderr)
         print(add_chinese(report_text(migration, every_key), os.environ), file=sys.stderr)
     if problem is not None:
         raise problem

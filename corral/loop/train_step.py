@@ -19,7 +19,7 @@ from corral.algorithms.advantages import (
 )
 from corral.algorithms.corrections import correction_weights
 from corral.algorithms.losses import GlobalCounts, divisor, kl_penalty, num_preserved
-from corral.algorithms.ragged import segment_mean, whiten
+from corral.algorithms.ragged import segment_mean
 from corral.data.batch import Batch, FloatArray, IntArray, Trajectory
 from corral.data.reference_cache import ReferenceCache
 from corral.loop.components import RunComponents
@@ -423,16 +423,25 @@ def add_advantages(parts: RunComponents, batch: Batch, rollout: RolloutResult) -
         baselines=baselines,
         teacher_lead=teacher_lead,
         turns=turns_of(rollout.trajectories, batch.offsets) if needs.turns else None,
+        domains=domains_of(parts, rollout) if algorithm.whiten_by == "rewards" else None,
     )
     result = compute_advantages(algorithm.advantage, rewarded)
     found, bound = result.advantages, algorithm.advantage_clip
     if algorithm.lone_sample == "raw" and needs.groups:
         found = with_lone_rewards(found, rewarded)
     if algorithm.whiten:
-        found = whiten(found, mask)
+        found = rewarded.whiten(found)
     batch.columns["advantages"] = (found if bound is None else found.clamp(-bound, bound)).float().numpy()
     batch.columns["returns"] = result.returns.float().numpy()
     return metrics
+
+
+def domains_of(parts: RunComponents, rollout: RolloutResult) -> Tensor:
+    """[N]: the same number for trajectories whose rows have the same of `environment.rewards`."""
+    rewards = parts.recipe.environment.rewards
+    sources = [parts.train[one.row].row.source for one in rollout.trajectories]
+    domains = [tuple(name for name, one in rewards.items() if one.is_for(source)) for source in sources]
+    return torch.tensor([domains.index(domain) for domain in domains])
 
 
 def turns_of(trajectories: Sequence[Trajectory], offsets: IntArray) -> Turns:

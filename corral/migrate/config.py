@@ -110,14 +110,17 @@ def leaves(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
 # --- files
 
 
-def add_file(config: RawConfig, path: Path, package: KeyPath = (), around: tuple[Path, ...] = ()) -> None:
-    """A file below `package`, and the files that its `defaults` name, under it or over it as `_self_` says."""
+def add_file(
+    config: RawConfig, path: Path, package: KeyPath = (), around: tuple[Path, ...] = (), text: str | None = None
+) -> None:
+    """A file below `package`, and the files that its `defaults` name, under it or over it as `_self_` says. `text` is
+    what counts of a file that has more."""
     config.num_files += 1
     if path.resolve() in [other.resolve() for other in around]:
         raise RecipeError(f"{path}: `defaults` of files name each other in a circle")
     if config.num_files > MAX_FILES:
         raise RecipeError(f"{path}: `defaults` name more than {MAX_FILES} files")
-    text = read_text(path)
+    text = read_text(path) if text is None else text
     node = compose(text, str(path))
     if node is None:
         return

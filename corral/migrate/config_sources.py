@@ -1,7 +1,7 @@
 """Where the configuration of another system is: in a script, a command, files. Whatever it is, it is only read."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
@@ -12,7 +12,7 @@ from pkgutil import iter_modules
 from corral.migrate import engines
 from corral.migrate.config import RawConfig, add_file, add_override, leaves
 from corral.migrate.migration import Migration, RefusedConfig, migrate, value_at, with_overrides, with_setting
-from corral.migrate.outcome import ABSENT, ForeignValue, mapped
+from corral.migrate.outcome import ABSENT, FROM_MODELSCOPE, ForeignValue, mapped
 from corral.migrate.shell import ShellCommand, ShellScript, read_script
 from corral.migrate.shell_expansion import ShellValue
 from corral.migrate.table import KeyTable, RecipeValue
@@ -66,6 +66,8 @@ GPU_NAME = re.compile(
 """The name of GPUs in the options of Slurm: `--gres=gpu:h100:8`, `--gpus-per-node=a100_80gb:8`."""
 GPU_MEMORY = {"h100": 80, "h800": 80, "h20": 96, "h200": 139, "b200": 180, "b300": 268, "l40s": 48, "rtx4090": 24}
 """GiB of GPUs by name, where nearly all of a name have the same."""
+MODELSCOPE = re.compile(r"^[^#\n]*\bVERL_USE_MODELSCOPE=[\"']?(?:true|1)\b", re.MULTILINE | re.IGNORECASE)
+"""The variable by which verl takes models from ModelScope."""
 OWN_CONFIGS = re.compile(r"ppo_(megatron_|veomni_)?trainer|dapo_(megatron_)?trainer|config")
 """Names of verl's own configurations: all that they say is in its table."""
 
@@ -124,7 +126,16 @@ def read_file(
         add_file(config, path)
         add_changes(config, changes)
         return finish(config, system, [])
-    first, *others = read_sources(text := read_text(path), path, defined)
+    return migrate_script(read_text(path), path, system, defined, changes)
+
+
+def migrate_script(
+    text: str, path: Path, system: str | None, defined: Mapping[str, str] | None, changes: Sequence[str] = ()
+) -> Migration:
+    """What the one training of a script amounts to, whatever the text leaves open."""
+    first, *others = read_sources(text, path, defined)
+    if match := MODELSCOPE.search(text):
+        first.pitfalls.append(f"{path}:{text[: match.end()].count(chr(10)) + 1}: {FROM_MODELSCOPE}")
     migration = with_named_gpus(migrate_source(first, system, defined, changes), text, path)
     problems, remarks = list[str](), list[str]()
     for other in others:
@@ -404,9 +415,8 @@ def finish(config: RawConfig, system: str | None, pitfalls: list[str]) -> Migrat
     if kind := next(filter(None, (table.other_kind(written) for table in tables)), None):
         raise RecipeError(kind)
     given = config.flat()
-    num_known = {table.title: sum(table.row(table.canonical(key)) is not None for key in given) for table in tables}
-    best = max(tables, key=lambda table: num_known[table.title])
-    if not num_known[best.title] and system is None:
+    best = max(tables, key=lambda table: num_known(table, given))
+    if not num_known(best, given) and system is None:
         raise RecipeError(
             config.problems or "none of its keys is known of verl, Search-R1, ROLL or RLinf; is it one of theirs?"
         )
@@ -418,6 +428,15 @@ def finish(config: RawConfig, system: str | None, pitfalls: list[str]) -> Migrat
     if kind := best.lacks(written):
         raise RecipeError(kind)
     return migration
+
+
+def num_known(table: KeyTable, given: Iterable[str]) -> int:
+    return sum(table.row(table.canonical(key)) is not None for key in given)
+
+
+def num_known_keys(config: RawConfig, system: str | None) -> int:
+    """The number of keys of a configuration that the table knows which knows most of them."""
+    return max(num_known(table_of(name), config.flat()) for name in candidates(system))
 
 
 @cache

@@ -68,6 +68,14 @@ def unsupported(why: str) -> Outcome:
     return Outcome("unsupported", {}, why)
 
 
+FROM_MODELSCOPE = "the model comes from ModelScope: write `model.path: ms:OWNER/NAME`"
+
+
+def from_modelscope() -> Outcome:
+    """What another system takes as a switch is the beginning of a model's name."""
+    return Outcome("built in", {}, FROM_MODELSCOPE, differs=True)
+
+
 def as_path(key: str | KeyPath) -> KeyPath:
     return tuple(key.split(".")) if isinstance(key, str) else key
 

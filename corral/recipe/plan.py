@@ -444,6 +444,7 @@ def describe_algorithm(algorithm: ResolvedAlgorithm) -> dict[str, str]:
     """A title and a text for each line. What is off and rarely used is left out."""
     advantage, clip = algorithm.advantage.describe(), algorithm.advantage_clip
     advantage += "; whitened over the batch" * algorithm.whiten
+    advantage += "; each set of rewards by itself" * (algorithm.whiten_by == "rewards")
     engine, recompute = "those the engine sampled with", "recomputed by the trainer before the first update"
     recompute += "" if algorithm.engine_difference is None else f": {algorithm.engine_difference}"
     lines = {"loss": algorithm.loss.describe(), "aggregation": algorithm.aggregation.describe()}

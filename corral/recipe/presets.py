@@ -57,6 +57,7 @@ class ResolvedAlgorithm:
     max_mean_ratio: float | None
     reward_clip: float | None
     whiten: bool
+    whiten_by: Literal["batch", "rewards"]
     advantage_clip: float | None
     lone_sample: Literal["zero", "raw"]
     mask_truncated: bool
@@ -139,6 +140,7 @@ def resolve_algorithm(recipe: Recipe) -> ResolvedAlgorithm:
         max_mean_ratio=written.max_mean_ratio,
         reward_clip=written.reward_clip,
         whiten=written.whiten,
+        whiten_by=written.whiten_by,
         advantage_clip=written.advantage_clip,
         lone_sample=written.lone_sample,
         mask_truncated=written.mask_truncated,

@@ -281,7 +281,7 @@ def loss_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
 FOR_ROLLOUTS = {
     "algorithm": (
         *("advantage", "correction", "shaping", "kl", "dynamic_sampling", "old_logprobs", "max_mean_ratio"),
-        *("reward_clip", "whiten", "advantage_clip", "llds_coefficient", "lone_sample", "mask_truncated"),
+        *("reward_clip", "whiten", "whiten_by", "advantage_clip", "llds_coefficient", "lone_sample", "mask_truncated"),
         "mask_mean_reward",
     ),
     "batch": ("samples_per_prompt",),
@@ -346,6 +346,10 @@ def advantage_keys(recipe: Recipe, algorithm: ResolvedAlgorithm) -> Findings:
     advantage = algorithm.advantage
     if algorithm.whiten and advantage.declaration.whitened:
         yield f"`algorithm.whiten` has no effect: the advantage {advantage.name} is whitened by itself"
+    if algorithm.whiten_by == "rewards" and not (algorithm.whiten or advantage.declaration.whitened):
+        yield f"`algorithm.whiten_by` has no effect: nothing is whitened with the advantage {advantage.name}"
+    elif algorithm.whiten_by == "rewards" and all(one.sources is None for one in recipe.environment.rewards.values()):
+        yield "`algorithm.whiten_by: rewards` has no effect: no `environment.rewards` are for some `sources` alone"
     if not advantage.declaration.needs.groups and not recipe.trains_on_rows:
         reason = f"the advantage {advantage.name} does not compare the samples of a prompt"
         yield from unused(recipe.algorithm, "algorithm", ["lone_sample"], reason)

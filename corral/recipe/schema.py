@@ -493,6 +493,9 @@ class Algorithm(Section):
     whiten: bool = False
     """Bring the advantages of a step to mean 0 and deviation 1 once they are computed, as gae and the
     reinforce_plus_plus ones are anyway."""
+    whiten_by: Literal["batch", "rewards"] = "batch"
+    """What is whitened together. rewards: samples whose rows have the same `environment.rewards`, each domain by
+    itself, as in ROLL; so a hard domain is not pushed down as a whole."""
     advantage_clip: PositiveFloat | None = None
     """A token's advantage is at most this, and at least its negative; after whitening, where there is any."""
     lone_sample: Literal["zero", "raw"] = "zero"

@@ -106,6 +106,13 @@ def test_whitening_uses_the_statistics_of_generated_tokens(batch: Ragged) -> Non
     assert_rows(library.whiten(batch.poisoned()[0], batch.mask), batch.spread(expected))
 
 
+def test_parts_are_whitened_by_themselves_and_a_token_alone_is_zero() -> None:
+    values, mask = torch.tensor([1.0, 2.0, 10.0, 40.0, 7.0, 5.0]), torch.tensor([True, True, True, True, True, False])
+    parts = torch.tensor([0, 0, 3, 3, 5, 0])
+    expected = torch.tensor([-1.0, 1.0, -1.0, 1.0, 0.0, 0.0]) / 2**0.5
+    torch.testing.assert_close(library.whiten_parts(values, mask, parts), expected)
+
+
 def test_whitening_one_token_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(ValueError, match="at least 2 generated tokens"):
         library.whiten(torch.ones(3), torch.tensor([True, False, False]))

@@ -1,5 +1,6 @@
 """Every algorithm, and every option of one, goes through the same loop."""
 
+import json
 import re
 from pathlib import Path
 from statistics import mean, pstdev
@@ -149,6 +150,26 @@ def test_advantages_are_whitened(tmp_path: Path, tiny_model: Path) -> None:
     found = [advantage for record in trajectories_in(tmp_path) for advantage in record["advantages"] if advantage]
     assert mean(found) == pytest.approx(0, abs=1e-3)
     assert pstdev(found) == pytest.approx(1, abs=0.05)
+
+
+def test_domains_are_whitened_by_themselves(tmp_path: Path, tiny_model: Path) -> None:
+    rows = [{"prompt": "1+1=", "data_source": "a"}, {"prompt": "2+3=", "data_source": "b"}]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    rewards = (
+        f"{name}: {{name: '{tmp_path}/vowels.py:share_of_vowels', sources: [{name}], weight: {weight}}}"
+        for name, weight in (("a", 1), ("b", 3))
+    )
+    steps_here(
+        *(tmp_path, tiny_model, f"data={{train: {{path: '{tmp_path}/rows.jsonl'}}, max_prompt_tokens: 48}}"),
+        *(f"environment={{rewards: {{{', '.join(rewards)}}}}}", "batch.prompts_per_step=2", "schedule.steps=1"),
+        *("algorithm.name=reinforce_plus_plus", "algorithm.whiten_by=rewards", "logging.trajectories=true"),
+    )
+    records = trajectories_in(tmp_path)
+    for prompt in {record["prompt_id"] for record in records}:
+        own = [record["advantages"] for record in records if record["prompt_id"] == prompt]
+        found = [advantage for advantages in own for advantage in advantages if advantage]
+        assert mean(found) == pytest.approx(0, abs=1e-3)
+        assert pstdev(found) == pytest.approx(1, abs=0.05)
 
 
 @IN_TWO_MODES

@@ -380,6 +380,20 @@ def test_the_script_of_a_retriever_says_what_stands_for_it(tmp_path: Path, optio
     assert Service.model_validate(written).retriever == "/data/wiki/index"
 
 
+@pytest.mark.parametrize(
+    ("before", "is_there"),
+    [
+        ("export VERL_USE_MODELSCOPE=True\n", True),
+        ("VERL_USE_MODELSCOPE=1 ", True),
+        ("# VERL_USE_MODELSCOPE=1\n", False),
+    ],
+)
+def test_a_script_that_takes_models_from_modelscope_says_how_to(tmp_path: Path, before: str, is_there: bool) -> None:
+    path = script(tmp_path, before + PPO)
+    said = f"{path}:1: the model comes from ModelScope: write `model.path: ms:OWNER/NAME`"
+    assert (said in migrate_file(path).pitfalls) == is_there
+
+
 DISTILLATION = [
     *PPO.split(),
     "algorithm.adv_estimator=grpo",

@@ -236,3 +236,9 @@ def test_whatever_is_written_gives_a_recipe_with_a_plan_or_an_error(chosen: dict
     except RecipeError:
         return
     make_plan(migration.recipe)
+
+
+@pytest.mark.parametrize(("written", "differs"), [("MODELSCOPE", True), ("HUGGINGFACE_HUB", False)])
+def test_a_model_of_modelscope_is_said_to_be_from_there(written: str, differs: bool) -> None:
+    [entry] = roll(f"model_download_type={written}").entries
+    assert (entry.outcome.differs, "`model.path: ms:OWNER/NAME`" in entry.outcome.note) == (differs, differs)

@@ -203,6 +203,11 @@ def test_not_all_mixing_weights_are_zero(load, weights, part, key):
             "`data.train.path: boards` is for games, and `question` needs rows with a prompt",
         ),
         ("rollout.max_turns=3", "`rollout.max_turns: 3` has no effect: a question has one turn"),
+        ("algorithm.whiten_by=rewards", "`algorithm.whiten_by` has no effect: nothing is whitened with the advantage"),
+        (
+            "algorithm.whiten_by=rewards algorithm.whiten=true",
+            "`algorithm.whiten_by: rewards` has no effect: no `environment.rewards` are for some `sources` alone",
+        ),
         (
             "algorithm.name=reinforce algorithm.lone_sample=raw",
             "`algorithm.lone_sample` has no effect: the advantage reinforce does not compare",

@@ -12,7 +12,7 @@ from typing import Any
 
 from corral.algorithms.advantages import ADVANTAGES
 from corral.algorithms.losses import LOSSES
-from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, mapped, unsupported
+from corral.migrate.outcome import ForeignValue, Outcome, built_in, converted, from_modelscope, mapped, unsupported
 from corral.migrate.roll.pipelines_and_devices import (
     data_parallel,
     distills,
@@ -62,6 +62,8 @@ def hidden(value: Any) -> str:
 def environment_variable(config: ForeignConfig, given: ForeignValue) -> Outcome:
     """A recipe has names of variables, and never their values."""
     name = given.key.rpartition("system_envs.")[2]
+    if name == "USE_MODELSCOPE" and str(given.value).lower() in ("1", "true"):
+        return from_modelscope()
     if NOT_FOR_WORKERS.fullmatch(name):
         return built_in("Corral does not read it; models are loaded from a folder or from the Hugging Face hub")
     if not on_cluster(config):
@@ -72,6 +74,12 @@ def environment_variable(config: ForeignConfig, given: ForeignValue) -> Outcome:
 
 
 # --- model
+
+
+def download_type(config: ForeignConfig, given: ForeignValue) -> Outcome:
+    if given.value and given.value.lower() == "modelscope":
+        return from_modelscope()
+    return built_in("models are loaded from a folder or from the Hugging Face hub")
 
 
 def dtype(config: ForeignConfig, given: ForeignValue) -> Outcome:
@@ -135,13 +143,6 @@ def has_rlvr_sampling(config: ForeignConfig) -> bool:
 
 def num_rewarded_domains(config: ForeignConfig) -> int:
     return len({one.partition(".")[0] for one in config.below("rewards")})
-
-
-def over_domains(config: ForeignConfig) -> str:
-    return (
-        f"over the whole batch; ROLL whitens each of its {num_rewarded_domains(config)} domains by itself "
-        "(rlvr_pipeline.py), so that a hard one is not pushed down as a whole"
-    )
 
 
 def num_domains(config: ForeignConfig) -> int:

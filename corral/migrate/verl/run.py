@@ -106,7 +106,11 @@ def micro_batch(config: ForeignConfig, given: ForeignValue) -> Outcome:
     tokens, note = micro_batch_tokens(config, decides)
     if decides == MICRO_TOKENS and tokens == config[decides]:
         return mapped("batch.max_tokens_per_micro_batch", tokens)
-    return converted({"batch.max_tokens_per_micro_batch": tokens}, f"{note}: {tokens} tokens")
+    note += f": {tokens} tokens"
+    takes_means = config.table.title == "Search-R1"
+    if takes_means:  # dp_actor.py: masked_mean of a micro-batch, divided by their number
+        note += "; Search-R1's loss is the mean of their means, here that over all tokens of an update"
+    return converted({"batch.max_tokens_per_micro_batch": tokens}, note, differs=takes_means)
 
 
 def micro_batch_tokens(config: ForeignConfig, decides: str | None) -> tuple[int, str]:
