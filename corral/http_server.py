@@ -60,10 +60,14 @@ def read_token(path: Path) -> str:
         raise UserError(f"the token file {path} cannot be read: {error.strerror}") from error
     if mode & stat.S_IROTH:
         raise UserError(f"every user of the machine can read the token file {path}: `chmod 600` it")
+    return check_token(token, f"the token file {path}")
+
+
+def check_token(token: str, source: str) -> str:
     if len(token) < MIN_CHARACTERS:
         length = f"has {len(token)} characters" if token else "is empty"
         raise UserError(
-            f"the token file {path} {length}, and a token that nobody guesses has {MIN_CHARACTERS} or more: "
+            f"{source} {length}, and a token that nobody guesses has {MIN_CHARACTERS} or more: "
             f"`openssl rand -hex {TOKEN_BYTES}` makes one"
         )
     return token

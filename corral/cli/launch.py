@@ -415,10 +415,36 @@ def kuberay(
     write_files(launch, out, go)
 
 
+@app.command(epilog=examples("corral launch pods recipe.yaml cluster.nodes=2 cluster.devices_per_node=8 --go"))
+def pods(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    go: Annotated[bool, typer.Option("--go", help="Run the script here, in a pod of the job.")] = False,
+    accelerator: AcceleratorName = "nvidia",
+) -> None:
+    """Print the script for all pods of a job of PAI-DLC or Kubeflow; with --go run it, as the job's command."""
+    from corral.cluster.launchers.pods import check_common_token, pods_script
+
+    spec = make_spec(recipe, overrides, accelerator)
+    script = pods_script(spec, spec.train_command)
+    if not go:
+        print(script, end="")
+        return
+    if spec.num_nodes > 1:
+        check_common_token()
+    os.execvp("sh", ["sh", "-c", script])
+
+
 @app.command("host-setup", epilog=examples("corral launch host-setup --family apt > setup.sh"))
 def host_setup(
     family: Annotated[str | None, typer.Option(help="Package manager, apt or yum; default: this machine's.")] = None,
     amd: Annotated[bool, typer.Option("--amd", help="Prepare for AMD's GPUs instead of NVIDIA's.")] = False,
+    docker_source: Annotated[
+        str | None, typer.Option(help="Address of a mirror of https://download.docker.com/linux.")
+    ] = None,
+    toolkit_source: Annotated[
+        str | None, typer.Option(help="Address of a mirror of https://nvidia.github.io/libnvidia-container.")
+    ] = None,
 ) -> None:
     """Print a script that installs docker and what containers need for GPUs."""
     from shutil import which
@@ -428,7 +454,8 @@ def host_setup(
     found = family or ("yum" if which("dnf") or which("yum") else "apt")
     if found not in ("apt", "yum"):
         raise UserError(f"--family {found} is not apt or yum")
-    print(make_script(found, amd), end="")  # type: ignore[arg-type]
+    sources = {"docker": docker_source, "nvidia": toolkit_source}
+    print(make_script(found, amd, sources), end="")  # type: ignore[arg-type]
 
 
 @app.command(epilog=examples("corral launch ssh recipe.yaml cluster.nodes=2 --hosts hosts.txt --go"))

@@ -25,6 +25,7 @@ Index = Annotated[Path, typer.Argument(help="The folder of the index.")]
 CorpusMoved = Annotated[Path | None, typer.Option("--corpus", help="Where the corpus is now, if it was moved.")]
 EncoderMoved = Annotated[str | None, typer.Option("--encoder", help="Where the encoder is now, if it was moved.")]
 Device = Annotated[str | None, typer.Option(help="Device of the encoder: cpu, cuda, cuda:1.")]
+IndexDevice = Annotated[str, typer.Option(help="Device on which vectors are compared: cpu; cuda with faiss-gpu.")]
 RerankerName = Annotated[str | None, typer.Option(help="A cross-encoder that orders what was found.")]
 Candidates = Annotated[int, typer.Option(min=1, help="Passages that the re-ranker looks at for each query.")]
 FOR_VECTORS = (
@@ -52,6 +53,9 @@ def build(
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens to which the encoder truncates a text.")] = 256,
     batch: Annotated[int, typer.Option(min=1, help="Passages in a batch of the encoder.")] = 64,
     half: Annotated[bool, typer.Option("--half", help="Store vectors in 16 bits.")] = False,
+    made: Annotated[
+        Path | None, typer.Option("--from", help="An index of this corpus to use: a file of faiss, a folder of bm25s.")
+    ] = None,
     device: Device = None,
     language: Annotated[str, typer.Option(help="BM25: language of stop words and stemming, or none.")] = "english",
     k1: Annotated[float, typer.Option(min=0, help="BM25: saturation of repeated words.")] = 1.5,
@@ -75,6 +79,8 @@ def build(
     check_kind(kind, encoder is not None)
     if kind != "bm25":
         refuse_given(context, FOR_WORDS, f"on a {kind} index; say --kind bm25")
+    if made is not None:
+        refuse_given(context, ("half", "k1", "b", "dry_run"), "with --from, which is an index already")
     if not dry_run:
         refuse_given(context, ("as_json",), "without --dry-run")
     dense = None
@@ -90,10 +96,19 @@ def build(
         return
     with progress_shown() as show:
         build_index(
-            corpus, index, kind, bm25=bm25, dense=dense, device=device, batch=batch, progress=show, report=print
+            corpus,
+            index,
+            kind,
+            bm25=bm25,
+            dense=dense,
+            device=device,
+            batch=batch,
+            made=made,
+            progress=show,
+            report=print,
         )
-    made = of_index(index)
-    print(f"{kind} index of {made.num_passages:,} passages in {index}, {human_bytes(made.disk_bytes)}")
+    built = of_index(index)
+    print(f"{kind} index of {built.num_passages:,} passages in {index}, {human_bytes(built.disk_bytes)}")
 
 
 def refuse_given(context: typer.Context, names: tuple[str, ...], where: str) -> None:
@@ -127,6 +142,7 @@ def serve(
     corpus: CorpusMoved = None,
     encoder: EncoderMoved = None,
     device: Device = None,
+    index_device: IndexDevice = "cpu",
 ) -> None:
     """Answer POST /retrieve over HTTP, as Search-R1's servers do; also GET /health and GET /metrics."""
     from corral.http_server import token_for
@@ -139,11 +155,11 @@ def serve(
     if topk > max_topk:
         raise UserError(f"--topk {topk} is more than --max-topk {max_topk}")
     if online is not None:
-        refuse_given(context, ("corpus", "encoder"), "on a search service; it is for an index")
+        refuse_given(context, ("corpus", "encoder", "index_device"), "on a search service; it is for an index")
     if reranker is None:
         refuse_given(context, ("candidates",), "without --reranker")
     limits = ServerLimits(max_body, max_queries, max_topk, max_passages, max_query_chars, max_waiting, timeout)
-    load = loader(index, online, corpus, encoder, reranker, candidates, device)
+    load = loader(index, online, corpus, encoder, reranker, candidates, device, index_device)
     run_server(load, host, port, token=token, topk=topk, limits=limits, report=lambda text: print(text, flush=True))
 
 
@@ -158,6 +174,7 @@ def search(
     corpus: CorpusMoved = None,
     encoder: EncoderMoved = None,
     device: Device = None,
+    index_device: IndexDevice = "cpu",
     as_json: AsJson = False,
 ) -> None:
     """Search once, without a server."""
@@ -166,7 +183,7 @@ def search(
 
     if reranker is None:
         refuse_given(context, ("candidates",), "without --reranker")
-    retriever = loader(index, None, corpus, encoder, reranker, candidates, device)()
+    retriever = loader(index, None, corpus, encoder, reranker, candidates, device, index_device)()
     [found] = retriever.retrieve([SearchRequest([query], topk)])
     if as_json:
         print(json.dumps(format_result(found, return_scores=True)["result"][0], indent=2, ensure_ascii=False))
@@ -185,6 +202,7 @@ def loader(
     reranker: str | None,
     candidates: int,
     device: str | None,
+    index_device: str,
 ) -> "Callable[[], Retriever]":
     """Returns a function that loads the index. What is quickly seen to be wrong raises here."""
     from corral.retrieval.index import encoder_name, open_index, read_finished
@@ -199,11 +217,13 @@ def loader(
         assert index is not None
         if read_finished(index).kind == "bm25" and encoder is not None:
             raise UserError(f"--encoder has no effect on {index}: it is a bm25 index")
+        if read_finished(index).kind == "bm25" and index_device != "cpu":
+            raise UserError(f"--index-device has no effect on {index}: it is a bm25 index")
 
     moved_to = None if encoder is None else encoder_name(encoder)
 
     def load() -> Retriever:
-        searcher = service if index is None else open_index(index, corpus, device, moved_to)
+        searcher = service if index is None else open_index(index, corpus, device, moved_to, index_device)
         assert searcher is not None
         second = None if reranker is None else Reranker(encoder_name(reranker), device)
         return Retriever(searcher, second, candidates)

@@ -116,10 +116,10 @@ def init(
     from corral.cli.planning import with_plan
     from corral.data.plugins import is_spec
     from corral.data.sources import is_generated
+    from corral.hub import is_only_path
     from corral.recipe.document import parse_document
     from corral.recipe.load import recipe_from
     from corral.recipe.parts import PRESETS, Preset
-    from corral.recipe.shape import is_only_path
 
     if file.exists():
         raise UserError(f"{file} is there already: `corral init` does not overwrite; name another file")
@@ -143,7 +143,7 @@ def init(
             "or a file whose rows have `chosen` and `rejected`"
         )
     task = tasks.get(source)
-    if task is None and (is_generated(source) or source.startswith("hf:") or is_spec(source)):
+    if task is None and (is_generated(source) or source.startswith(("hf:", "ms:")) or is_spec(source)):
         task = StarterTask(f"{{path: {written(source)}{options}}}")
     task = task or task_of_files(source, preset)
     text = starter_recipe(file, task, chosen, reward or task.reward, preset.trains_on_rows)

@@ -96,6 +96,8 @@ def identity_in(environment: Mapping[str, str]) -> NodeIdentity:
     """Identity by the variables of the first launcher that has set some."""
     if "GROUP_RANK" in environment or "NODE_RANK" in environment:
         return torchrun_identity(environment)
+    if "PET_NODE_RANK" in environment:
+        return kubeflow_identity(environment)
     head, port = environment.get("MASTER_ADDR"), port_in(environment)
     if environment.get("RANK") or environment.get("WORLD_SIZE"):
         rank, size = number_in(environment, "RANK"), number_in(environment, "WORLD_SIZE")
@@ -134,6 +136,19 @@ def torchrun_identity(environment: Mapping[str, str]) -> NodeIdentity:
     )
 
 
+def kubeflow_identity(environment: Mapping[str, str]) -> NodeIdentity:
+    """Kubeflow's jobs have variables for torchrun, which count pods; RANK and WORLD_SIZE may count processes there."""
+    head = environment.get("MASTER_ADDR") or environment.get("PET_MASTER_ADDR")
+    port = "MASTER_PORT" if environment.get("MASTER_PORT") else "PET_MASTER_PORT"
+    return NodeIdentity(
+        rank=number_in(environment, "PET_NODE_RANK"),
+        num_nodes=number_in(environment, "PET_NNODES"),
+        head=head,
+        port=port_in(environment, port),
+        source="PET_NODE_RANK",
+    )
+
+
 def slurm_identity(environment: Mapping[str, str]) -> NodeIdentity:
     """The rank is the position of this node in the job's list of nodes: a step on one node calls that node 0."""
     own, hosts = environment["SLURMD_NODENAME"], expand_hosts(environment["SLURM_JOB_NODELIST"])
@@ -156,9 +171,9 @@ def number_in(environment: Mapping[str, str], name: str) -> int | None:
     return int(text) if text else None
 
 
-def port_in(environment: Mapping[str, str]) -> int:
-    port = number_in(environment, "MASTER_PORT")
-    return PORT if port is None else check_port(port, "MASTER_PORT")
+def port_in(environment: Mapping[str, str], name: str = "MASTER_PORT") -> int:
+    port = number_in(environment, name)
+    return PORT if port is None else check_port(port, name)
 
 
 def check_port(port: int, name: str) -> int:
@@ -227,8 +242,18 @@ def worker_address(head: str, chosen: str | None) -> str:
     return address
 
 
+def is_known(given: str | None, chosen: str | None, own_name: str | None = None) -> bool:
+    """Whether `head_address` can tell now: a pod's own name may become known after the pod has started."""
+    return chosen is not None or given in (None, own_name) or is_in_pod() or bool(resolve(given or ""))
+
+
+def is_in_pod() -> bool:
+    return bool(os.environ.get("KUBERNETES_SERVICE_HOST"))
+
+
 def head_address(given: str | None, chosen: str | None, is_alone: bool, own_name: str | None = None) -> str:
-    """`given`: where the other nodes will look for the head. `own_name`: by which a launcher knows this node."""
+    """`given`: where the other nodes will look for the head. `own_name`: by which a launcher knows this node. In a pod
+    of Kubernetes that may be the address of a service, which no pod has."""
     own = own_addresses()
     if chosen is not None:
         return check_own_address(chosen)
@@ -236,11 +261,12 @@ def head_address(given: str | None, chosen: str | None, is_alone: bool, own_name
         resolved = resolve(given)
         if (address := next((one for one in resolved if one in own.values()), None)) is not None:
             return address
-        if given != own_name and not any(map(is_loopback, resolved)):  # Debian's 127.0.1.1 says nothing
+        is_elsewhere = not any(map(is_loopback, resolved))  # Debian's 127.0.1.1 says nothing
+        if given != own_name and is_elsewhere and not is_in_pod():
             found = ", ".join(resolved) or "no address at all"
             raise UserError(
                 f"this node is to be the head, {given}, but that is {found}, and this node has "
-                f"{describe_addresses(own)}"
+                f"{describe_addresses(own)}; if that leads here, say which is this node's with --address"
             )
     if is_alone:
         return LOOPBACK

@@ -20,6 +20,7 @@ import torch
 
 from corral.data.sources import load_part
 from corral.host_memory import available_memory
+from corral.hub import config_text
 from corral.model.builtin_models import BLANK_VISION, builtin_folder, write_whole_folder
 from corral.model.families import VISION_TYPES
 from corral.model.narrow import save_narrow_model
@@ -34,7 +35,6 @@ SHORT_PROMPT, LONG_PROMPT = 256, 1536
 NUM_ROWS = 32
 MAX_SEQUENCES = 16
 SERVICE = "retriever"
-HUB_TIMEOUT_S = 10.0
 PROCESS_BYTES = 350 << 20
 """Memory of a worker on a CPU, or of an engine's process, beside what they share."""
 ENTROPY_COEFFICIENT = 0.001
@@ -129,20 +129,9 @@ def read_config(path: str) -> dict[str, Any] | None:
     """Returns what is in a model's `config.json`, on this machine or the hub; None where it can be had from neither."""
     folder = builtin_folder(path := base_model(path)) or model_folder(path)
     with suppress(Exception):  # of the hub's client: no such model, no network, no access
-        text = read_hub_file(path, "config.json") if folder is None else (folder / "config.json").read_text()
-        config = json.loads(text)
+        config = json.loads(config_text(path, "model.path") if folder is None else (folder / "config.json").read_text())
         return config if isinstance(config, dict) and "model_type" in config else None
     return None
-
-
-def read_hub_file(model: str, name: str) -> str:
-    """Asks once: `hf_hub_download` would try for half a minute where there is no network."""
-    from huggingface_hub import get_session, hf_hub_url
-    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
-
-    answer = get_session().get(hf_hub_url(model, name), headers=build_hf_headers(), timeout=HUB_TIMEOUT_S)
-    answer.raise_for_status()
-    return str(answer.text)
 
 
 def can_read_rows(recipe: Recipe, rehearsal: Rehearsal) -> bool:

@@ -23,7 +23,14 @@ from typing import Any
 
 from corral.cluster.gcs import MARK_LABEL, Gcs, HeadFile, NoAnswer, NodeEntry, TokenRefused, token_beside
 from corral.cluster.gcs_keeper import remove_storage, start_keeper, storage_variables
-from corral.cluster.identity import NodeIdentity, head_address, interface_variables, resolve, worker_address
+from corral.cluster.identity import (
+    NodeIdentity,
+    head_address,
+    interface_variables,
+    is_known,
+    resolve,
+    worker_address,
+)
 from corral.cluster.node_processes import free_port, is_connected_to, is_free, port_owner, ray_servers
 from corral.cluster.node_report import NodeReport
 from corral.observe.status_line import Countdown, StatusLine
@@ -92,7 +99,7 @@ def up(options: UpOptions, line: StatusLine) -> Membership:
     if (member := already_up(options)) is not None:
         return member
     if options.identity.is_head:
-        return start_head(options)
+        return start_head(options, Countdown(options.timeout_s, line))
     member = join_head(options, Countdown(options.timeout_s, line))
     line.clear()
     return member
@@ -159,10 +166,13 @@ def is_registered(member: Membership) -> bool:
         return False
 
 
-def start_head(options: UpOptions) -> Membership:
-    identity = options.identity
+def start_head(options: UpOptions, countdown: Countdown) -> Membership:
+    identity, own_name = options.identity, os.environ.get("SLURMD_NODENAME")
     is_alone = identity.num_nodes in (None, 1) and identity.head is None and options.head_file is None
-    address = head_address(identity.head, options.address, is_alone, os.environ.get("SLURMD_NODENAME"))
+    while not (countdown.is_over or is_known(identity.head, options.address, own_name)):
+        countdown.more(f"the name {identity.head}, which is to be this node's, to be known here")
+    countdown.line.clear()
+    address = head_address(identity.head, options.address, is_alone, own_name)
     if not is_free(address, identity.port):
         by = port_owner(identity.port)
         raise UserError(

@@ -26,6 +26,7 @@ from corral.data.generated import arithmetic_rows, board_rows, picture_rows, rea
 from corral.data.images import for_template, load_images
 from corral.data.plugins import did_you_mean, error_line, is_spec, load_object
 from corral.data.rows import Row, json_value, number_in, row_from_mapping
+from corral.hub import MODELSCOPE, modelscope_folder, require_data_set
 from corral.recipe.errors import UserError, one_line
 from corral.recipe.schema import Data, Part, Recipe, Source, SourceRows
 
@@ -310,28 +311,33 @@ def _objects(rows: Iterable[Any], source: str) -> Iterator[Located]:
 
 def read_hub(name: str, subset: str | None, split: str | None) -> Iterator[Located]:
     """Rows of a hub data set, or of a folder in a hub data set's layout (also one written by `save_to_disk`)."""
+    where = name if name.startswith(MODELSCOPE) else f"hf:{name}"
     try:
         import datasets
     except ImportError as error:
-        raise UserError(f"hf:{name} needs the datasets package: pip install 'corral[hub]'") from error
+        raise UserError(f"{where} needs the datasets package: pip install 'corral[hub]'") from error
     folder = Path(name).expanduser()
+    if where == name:
+        folder = modelscope_folder(name, "dataset", "data")
+    elif not folder.is_dir():
+        require_data_set(name, Path(datasets.config.HF_DATASETS_CACHE))
     try:
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
             loaded = datasets.load_from_disk(str(folder))
             if subset is not None or (split is not None and not isinstance(loaded, dict)):
                 unused = "split" if subset is None else "subset"
-                raise UserError(f"hf:{name}: `{unused}` has no effect: what `save_to_disk` wrote there has none")
+                raise UserError(f"{where}: `{unused}` has no effect: what `save_to_disk` wrote there has none")
         else:
             loaded = datasets.load_dataset(str(folder) if folder.is_dir() else name, subset, split=split)
     except UserError:
         raise
     except Exception as error:  # whatever the network, the hub and its file formats come up with
         here = "" if folder.exists() else "; there is no such file here, either"
-        raise UserError(f"hf:{name} could not be loaded: {error_line(error)}{here}") from error
+        raise UserError(f"{where} could not be loaded: {error_line(error)}{here}") from error
     if isinstance(loaded, dict):
-        loaded = loaded[_choose_split(name, list(loaded), split)]
+        loaded = loaded[_choose_split(where, list(loaded), split)]
     for index, mapping in enumerate(loaded):
-        yield f"hf:{name}[{index}]", mapping
+        yield f"{where}[{index}]", mapping
 
 
 def _choose_split(name: str, splits: list[str], split: str | None) -> str:
@@ -340,7 +346,7 @@ def _choose_split(name: str, splits: list[str], split: str | None) -> str:
     if split is None and len(splits) == 1:
         return splits[0]
     problem = "set `split`" if split is None else f"no split `{split}`"
-    raise UserError(f"hf:{name}: {problem}; it has {', '.join(splits)}")
+    raise UserError(f"{name}: {problem}; it has {', '.join(splits)}")
 
 
 def _with_column_names(mapping: dict[str, Any], data: Data) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from corral.hub import is_only_path, model_files
 from corral.model.attention import ATTENTION_NAME, make_exact, register
 from corral.model.builtin_models import builtin_folder
 from corral.model.families import choose_path
@@ -27,7 +28,7 @@ from corral.model.quantization import quantize, round_weights
 from corral.model.vision import load_vision
 from corral.recipe.errors import UserError, first_line, one_line
 from corral.recipe.schema import Lora, Model
-from corral.recipe.shape import ModelShape, is_only_path, model_folder
+from corral.recipe.shape import ModelShape, model_folder
 
 MAX_TEMPLATE_BYTES = 1 << 20
 
@@ -65,7 +66,7 @@ def has_bfloat16(device: torch.device) -> bool:
 
 def model_source(path: str, key: str = "model.path") -> str:
     """A folder or a hub name that transformers understands: of an adapter, that of its base model. Built-in models are
-    made on first use. `key`: of the recipe, for errors."""
+    made on first use, those on ModelScope downloaded. `key`: of the recipe, for errors."""
     if (adapter := AdapterFolder.find(path)) is not None:
         return model_source(adapter.base, key)
     if (builtin := builtin_folder(path)) is not None:
@@ -77,7 +78,7 @@ def model_source(path: str, key: str = "model.path") -> str:
         return str(folder)
     if folder.exists() or is_only_path(path):
         raise UserError(f"{key}: {path} is not a folder")
-    return path
+    return model_files(path, key)
 
 
 @contextmanager
@@ -101,10 +102,10 @@ def collector_paused() -> Iterator[None]:
 @collector_paused()
 def load_config(model: Model) -> Any:
     """transformers' configuration of the model, with the recipe's changes."""
+    source = model_source(model.path)  # first: a name on a hub that is not there does not wait for imports
+    ModelShape.find(model.path)  # raises for sizes up to which transformers would count without an end
     from transformers import AutoConfig
 
-    source = model_source(model.path)
-    ModelShape.find(model.path)  # raises for sizes up to which transformers would count without an end
     with one_line(f"model.path: {model.path} could not be loaded"):
         config, unknown = AutoConfig.from_pretrained(
             source, trust_remote_code=model.trust_remote_code, return_unused_kwargs=True, **model.config_overrides
@@ -334,9 +335,9 @@ def serialize_convolutions() -> None:
 def load_tokenizer(model: Model) -> Any:
     """The model's tokenizer, with the recipe's chat template if it has one. Its attribute `vision` says how the model
     reads images, or is None."""
+    source = model_source(model.path)
     from transformers import AutoTokenizer
 
-    source = model_source(model.path)
     if (Path(model.path).expanduser() / "tokenizer_config.json").is_file():  # of an adapter's folder, its own
         source = str(Path(model.path).expanduser())
     config = load_config(model)  # first: transformers' tokenizers look at it, too

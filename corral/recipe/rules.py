@@ -132,7 +132,7 @@ def source_keys(source: SourceRows, where: str) -> Findings:
     if source.hub_name is not None:
         yield from unused(source, where, ["options", "size", "seed"], "a hub data set is not generated")
         return
-    yield from unused(source, where, ["split", "subset"], "only hub data sets (`hf:owner/name`) have those")
+    yield from unused(source, where, ["split", "subset"], "only hub data sets (`hf:..`, `ms:..`) have those")
     if kind in ("arithmetic", "pictures", "reasoning_gym") and found:
         return
     if path == "boards":

@@ -73,9 +73,9 @@ class Model(Section):
     """The model that is trained."""
 
     path: str
-    """A folder in Hugging Face layout, a hub name, or a built-in model: `smollm2-135m-instruct`, or `blank-1m`, which
-    reads bytes and is not trained yet. A folder with a LoRA adapter in PEFT's layout is its base model with the
-    adapter: merged, or with `lora` to go on from."""
+    """A folder in Hugging Face layout, a hub name, `ms:owner/name` on ModelScope, or a built-in model:
+    `smollm2-135m-instruct`, or `blank-1m`, which reads bytes and is not trained yet. A folder with a LoRA adapter in
+    PEFT's layout is its base model with the adapter: merged, or with `lora` to go on from."""
     lora: Lora | None = None
     quantization: Quantization | None = None
     """Only with `lora`, and with whole models on devices."""
@@ -108,9 +108,9 @@ class SourceRows(Section):
     function."""
 
     path: str | list[str]
-    """`rows.parquet`, `data/*.jsonl`, `rows.csv`, `hf:openai/gsm8k`, `reasoning_gym:chain_sum`, `arithmetic:addition`,
-    `pictures:colors`,
-    `module:function`, or `boards`: numbers from which a game's environment makes its boards."""
+    """`rows.parquet`, `data/*.jsonl`, `rows.csv`, `hf:openai/gsm8k`, `ms:modelscope/gsm8k` (ModelScope),
+    `reasoning_gym:chain_sum`, `arithmetic:addition`, `pictures:colors`, `module:function`, or
+    `boards`: numbers from which a game's environment makes its boards."""
     split: str | None = None
     """Split of a hub data set."""
     subset: str | None = None
@@ -129,12 +129,14 @@ class SourceRows(Section):
 
     @property
     def hub_name(self) -> str | None:
-        """Name of a data set on a hub, or a folder in such a layout: what follows `hf:`, or `owner/name` without the
-        ending of a file, where nothing of that name is here."""
+        """Name of a data set on a hub, or a folder in such a layout: what follows `hf:`, all of `ms:owner/name`, or
+        `owner/name` without the ending of a file, where nothing of that name is here."""
         if isinstance(self.path, list):
             return None
         if self.path.startswith("hf:"):
             return self.path.removeprefix("hf:") or None
+        if self.path.startswith("ms:"):
+            return self.path
         is_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", self.path) and not re.search(r"\.[A-Za-z]\w*$", self.path)
         return self.path if is_name and not Path(self.path).exists() else None
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from corral.hub import cached_model
 from corral.recipe.errors import UserError, first_line, one_line
 
 PLAIN_MLP = {
@@ -301,23 +302,10 @@ def base_model(path: str) -> str:
     return found if isinstance(found, str) else path
 
 
-def is_only_path(name: str) -> bool:
-    """Whether a model's name can be a folder's, and no name on a hub."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1
-
-
 def model_folder(path: str) -> Path | None:
-    """The folder that a recipe names, or that of a hub name's configuration in the hub's cache; None where neither is
-    on this machine."""
-    from huggingface_hub import try_to_load_from_cache
-
-    if (written := Path(path).expanduser()).is_dir():
-        return written
-    try:
-        file = try_to_load_from_cache(path, "config.json")
-    except ValueError:  # not a name that a hub could have
-        return None
-    return Path(file).parent if isinstance(file, str) else None
+    """The folder that a recipe names, or that of a hub name in the hub's cache; None where neither is on this
+    machine."""
+    return written if (written := Path(path).expanduser()).is_dir() else cached_model(path)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from corral.hub import model_files
 from corral.observe.run_files import replacing
 from corral.recipe.errors import RunError, UserError, first_line
 from corral.retrieval.searcher import Corpus, Hit, Progress, check_device, retriever_extra, silent
@@ -130,8 +131,9 @@ class DenseSearcher:
         settings: DenseSettings,
         device: str | None = None,
         encoder: str | None = None,
+        index_device: str = "cpu",
     ) -> None:
-        """`encoder`: the path of the queries' encoder, if it was moved."""
+        """`encoder`: the path of the queries' encoder, if it was moved. `index_device`: where vectors are compared."""
         self.kind, self.corpus = kind, corpus
         self.num_passages: int | None = len(corpus)
         self.index = open_mapped(folder / (HNSW if kind == "hnsw" else FLAT))
@@ -146,6 +148,8 @@ class DenseSearcher:
             lengths = f"{self.encoder.dimension} numbers, those of {folder} have {self.index.d}"
             raise UserError(f"{model} is not the encoder of this index: its vectors have {lengths}")
         self.about = self.encoder.describe()
+        if index_device != "cpu":
+            self.index = on_gpu(self.index, index_device)
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         if not queries:
@@ -216,6 +220,34 @@ def empty_hnsw(dimension: int, half: bool, num_links: int) -> Any:
 def open_mapped(path: Path) -> Any:
     # IO_FLAG_MMAP alone maps inverted lists only, and reads the vectors of a flat index into memory.
     return faiss().read_index(str(path), faiss().IO_FLAG_MMAP_IFC)
+
+
+def on_gpu(index: Any, device: str) -> Any:
+    """A flat index with its vectors in a GPU's memory, in 16 bits if they are so in the file. Read in pieces: they may
+    not fit the host's."""
+    found = re.fullmatch(r"cuda(?::(\d+))?", device)
+    if found is None:
+        raise UserError(f"--index-device {device} is neither cpu nor cuda, cuda:1 and so on")
+    number, library = int(found[1] or 0), faiss()
+    if not hasattr(library, "StandardGpuResources"):
+        raise UserError(
+            f"--index-device {device}: the faiss that is installed has no GPU in it; put faiss-gpu-cu12 in the place "
+            "of faiss-cpu, or leave it out: vectors are compared on the CPU then"
+        )
+    if number >= library.get_num_gpus():
+        raise UserError(f"--index-device {device}: faiss finds {library.get_num_gpus()} GPUs on this machine")
+    if isinstance(index, library.IndexHNSW):
+        raise UserError(
+            f"--index-device {device}: faiss walks the graph of an HNSW index on the CPU only; take --kind flat"
+        )
+    settings = library.GpuIndexFlatConfig()
+    settings.device, settings.useFloat16 = number, not isinstance(index, library.IndexFlat)
+    resources = library.StandardGpuResources()
+    moved = library.GpuIndexFlatIP(resources, index.d, settings)
+    moved.resources = resources  # as long as the index
+    for start in range(0, index.ntotal, ADDED_AT_ONCE):
+        moved.add(index.reconstruct_n(start, min(ADDED_AT_ONCE, index.ntotal - start)))
+    return moved
 
 
 def faiss() -> Any:
@@ -304,12 +336,13 @@ def load(name: str, settings: EncoderSettings, device: str | None) -> "SentenceT
         from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
         from transformers.utils.logging import disable_progress_bar
     disable_progress_bar()
+    source = model_files(name, "encoder")
     try:
         pooling = pooling_for(name, settings)
         if pooling is None:
-            model = SentenceTransformer(name, device=device)
+            model = SentenceTransformer(source, device=device)
         else:
-            words = Transformer(name)
+            words = Transformer(source)
             model = SentenceTransformer(
                 modules=[words, Pooling(words.get_embedding_dimension(), pooling)], device=device
             )
@@ -348,7 +381,7 @@ def pooling_for(name: str, settings: EncoderSettings) -> str | None:
     """The pooling to set up. None: the model has its own."""
     with retriever_extra():
         from sentence_transformers.util import is_sentence_transformer_model
-    if settings.pooling is not None or is_sentence_transformer_model(name):
+    if settings.pooling is not None or is_sentence_transformer_model(model_files(name, "encoder")):
         return settings.pooling
     return (family_of(name) or EncoderFamily("")).pooling
 

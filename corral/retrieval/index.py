@@ -17,6 +17,7 @@ from typing import Any
 
 from corral.observe.run_files import write_atomically
 from corral.recipe.errors import UserError
+from corral.retrieval.adopted import adopt_vectors, adopt_words
 from corral.retrieval.bm25 import Bm25Searcher, Bm25Settings, build_bm25, check_bm25
 from corral.retrieval.dense import DenseSearcher, DenseSettings, Encoder, build_dense, faiss, remove_vectors_of_graph
 from corral.retrieval.searcher import Corpus, CorpusFacts, Progress, Searcher, check_kind, same_file, scan, silent, stat
@@ -59,10 +60,12 @@ def build(
     dense: DenseSettings | None = None,
     device: str | None = None,
     batch: int = 64,
+    made: Path | None = None,
     progress: Progress = silent,
     report: Callable[[str], None] = lambda text: None,
 ) -> IndexManifest:
-    """Makes the index in `folder`, or goes on with making it. `report` is called with how texts are encoded."""
+    """Makes the index in `folder`, or goes on with making it. `made`: an index of the corpus by somebody else, which is
+    used. `report` is called with how texts are encoded."""
     check_kind(kind, dense is not None)
     check_folder(folder)
     stat(corpus)
@@ -91,7 +94,11 @@ def build(
                 )
             manifest.write(folder / BUILDING)
             opened = Corpus(corpus, folder / OFFSETS)
-            if encoder is None:
+            if made is not None and encoder is not None:
+                adopt_vectors(made, folder, kind, opened, encoder)
+            elif made is not None:
+                manifest = replace(manifest, settings=asdict(adopt_words(made, folder, bm25, opened)))
+            elif encoder is None:
                 build_bm25(opened, folder, bm25, progress)
         except UserError:  # the corpus is wrong; nothing of it is worth keeping
             if was_empty:
@@ -100,7 +107,7 @@ def build(
                 if is_new_folder:
                     folder.rmdir()
             raise
-        if encoder is not None and dense is not None:  # from here on everything is kept
+        if encoder is not None and dense is not None and made is None:  # from here on everything is kept
             build_dense(opened, folder, kind, dense, encoder, progress)
         manifest.write(folder / MANIFEST)
         (folder / BUILDING).unlink()
@@ -148,14 +155,21 @@ def known_facts(corpus: Path, folder: Path) -> CorpusFacts | None:
 
 
 def open_index(
-    folder: Path, corpus: Path | None = None, device: str | None = None, encoder: str | None = None
+    folder: Path,
+    corpus: Path | None = None,
+    device: str | None = None,
+    encoder: str | None = None,
+    index_device: str = "cpu",
 ) -> Searcher:
-    """Ready to be searched. `corpus`, `encoder`: where these are, if they were moved."""
+    """Ready to be searched. `corpus`, `encoder`: where these are, if they were moved. `index_device`: where vectors are
+    compared."""
     manifest = read_finished(folder)
     opened = Corpus(corpus_of(manifest, folder, corpus), folder / OFFSETS)
     if manifest.kind == "bm25":
         return Bm25Searcher(folder, opened, Bm25Settings(**manifest.settings))
-    return DenseSearcher(folder, opened, manifest.kind, DenseSettings.of(manifest.settings), device, encoder)
+    return DenseSearcher(
+        folder, opened, manifest.kind, DenseSettings.of(manifest.settings), device, encoder, index_device
+    )
 
 
 def encoder_name(given: str) -> str:

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from corral.hub import model_files
 from corral.recipe.errors import UserError, first_line
 
 KINDS = ("bm25", "flat", "hnsw")
@@ -79,8 +80,9 @@ class Reranker:
             from transformers.utils.logging import disable_progress_bar
         disable_progress_bar()
         check_device(device)
+        source = model_files(model, "--reranker")
         try:
-            self.model = CrossEncoder(model, device=device)
+            self.model = CrossEncoder(source, device=device)
         except (OSError, ValueError, RuntimeError) as error:
             raise UserError(f"the re-ranker {model} cannot be loaded: {first_line(error)}") from error
         if self.model.num_labels != 1:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from corral.http_server import TOKEN_BYTES, read_token
+from corral.http_server import TOKEN_BYTES, check_token, read_token
 from corral.runtime.membership import Membership
 
 VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -29,7 +29,7 @@ def find_token(given: Path | None, beside: Path | None, environment: Mapping[str
     if given is not None:
         return read_token(given)
     if environment.get("RAY_AUTH_TOKEN"):
-        return environment["RAY_AUTH_TOKEN"].strip()
+        return check_token(environment["RAY_AUTH_TOKEN"].strip(), "RAY_AUTH_TOKEN")
     if environment.get("RAY_AUTH_TOKEN_PATH"):
         return read_token(Path(environment["RAY_AUTH_TOKEN_PATH"]))
     for path in (beside, default_token()):

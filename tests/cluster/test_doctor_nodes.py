@@ -171,6 +171,7 @@ def test_a_proxy_that_would_swallow_requests_to_ray_is_a_note() -> None:
     for spared in ("127.0.0.1,10.", "127.0.0.1, 10.0.0.0/8", "*"):
         assert list(check_proxy({**proxy, "no_proxy": spared}, ["10.0.0.1"])) == []
     assert list(check_proxy({}, ["10.0.0.1"])) == []
+    assert [one.what[:9] for one in check_proxy({"ALL_PROXY": "socks5://proxy"}, [])] == ["ALL_PROXY"]
 
 
 # --- versions

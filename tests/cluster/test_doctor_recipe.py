@@ -7,6 +7,7 @@ from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import typer
 from runs import write_recipe
@@ -148,12 +149,14 @@ def test_built_in_models_and_boards_are_no_files_of_the_users(recipe: Path, mode
 
 
 def test_modules_and_models_of_the_hub_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     hub = RequiredFile("model.path", "org/model", "hub", True)
     assert digest_of(hub) == ""
     snapshot = tmp_path / "models--org--model" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
+    (tmp_path / "models--org--model" / "refs").mkdir()
+    (tmp_path / "models--org--model" / "refs" / "main").write_text("abc")
     assert digest_of(hub)
     assert digest_of(RequiredFile("environment.name", "corral.envs.built_in.question", "module", True))
     assert not digest_of(RequiredFile("environment.name", "no.such.module", "module", True))

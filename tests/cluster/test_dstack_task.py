@@ -74,10 +74,10 @@ def test_dstack_would_say_if_a_key_were_wrong(tmp_path):
 
 def test_every_node_comes_up_and_the_first_one_trains(tmp_path):
     (script,) = task(work(tmp_path), tmp_path)["commands"]
-    head, _, others = script.partition("else")
-    assert 'if [ "$DSTACK_NODE_RANK" = 0 ]' in head
-    assert f"corral up && corral check 16 --nodes 2 && corral train {RECIPE}" in head
-    assert "corral up && { corral up --block ||" in others
+    others, _, head = script.partition("\nfi\n")
+    assert 'if [ "$DSTACK_NODE_RANK" != 0 ]' in others
+    assert "corral up || exit 1\n  corral up --block ||" in others
+    assert f"corral up && corral check 16 --nodes 2 || exit 1\ncorral train {RECIPE} &" in head
     assert subprocess.run(["sh", "-n", "-c", script]).returncode == 0
 
 
@@ -143,6 +143,6 @@ def test_code_of_the_recipe_goes_along_and_is_where_training_starts(tmp_path: Pa
     assert files["tiny.code/vowels.py"] == (tmp_path / "vowels.py").read_text()
     assert found["files"] == ["tiny.recipe.yaml:/corral/recipe.yaml", "tiny.code:/corral/code"]
     (script,) = found["commands"]
-    assert f"cd /corral/code && corral train {RECIPE}" in script
+    assert script.index("cd /corral/code") < script.index(f"corral train {RECIPE}")
     (tmp_path / "there.yaml").write_text(files["tiny.recipe.yaml"])
     assert load_recipe(tmp_path / "there.yaml").environment.reward.name == "vowels.py:share_of_vowels"

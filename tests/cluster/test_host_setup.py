@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 from corral.cluster.launchers.containers import SOURCES, host_setup
+from corral.recipe.errors import UserError
 
 ALL = [(family, is_amd) for family in ("apt", "yum") for is_amd in (False, True)]
 
@@ -45,6 +46,28 @@ def test_docker_is_told_of_nvidias_runtime_after_both_are_there(family):
 
 def test_amds_gpus_need_no_toolkit():
     assert "nvidia" not in host_setup("apt", True)
+
+
+@pytest.mark.parametrize("family", ["apt", "yum"])
+def test_packages_come_from_mirrors_alone(family):
+    sources = {"docker": "https://mirror.example/docker", "nvidia": "http://mirror.example:8080/nvidia/"}
+    script = host_setup(family, False, sources)
+    assert "https://mirror.example/docker/$distribution" in script
+    assert "http://mirror.example:8080/nvidia/stable" in script
+    for address in SOURCES.values():  # only where a list of packages names its maker
+        assert script.count(address) == script.count(f"s#{address}#") <= 1
+    with pytest.raises(UserError, match="the source of docker"):
+        host_setup(family, False, {"docker": "https://x/$(reboot)"})
+
+
+@pytest.mark.parametrize(("version", "release"), [("2.1903", "7"), ("3", "8"), ("4", "9")])
+def test_alibabas_linux_takes_the_packages_of_the_centos_that_it_is_like(version, release):
+    script = host_setup("yum", False)
+    choice = script[script.index("release=") : script.index("if command -v dnf")]
+    said = subprocess.run(
+        ["bash", "-c", f"ID=alinux VERSION_ID={version}\n{choice}\necho $distribution $release"], stdout=-1
+    )
+    assert said.stdout.decode().split() == ["centos", release]
 
 
 def test_it_stops_for_anyone_but_root(tmp_path):

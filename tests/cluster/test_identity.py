@@ -22,6 +22,11 @@ DSTACK = {"DSTACK_NODE_RANK": "1", "DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_
 TORCHRUN = {"RANK": "8", "WORLD_SIZE": "16", "LOCAL_RANK": "0", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
 TORCHRUN |= {"MASTER_ADDR": "a", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "job7"}
 
+KUBEFLOW = {"RANK": "1", "WORLD_SIZE": "16", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+KUBEFLOW |= {"PET_NODE_RANK": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "8"}
+KUBEFLOW_2 = {"PET_NODE_RANK": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto"}
+KUBEFLOW_2 |= {"PET_MASTER_ADDR": "job-node-0-0", "PET_MASTER_PORT": "29400"}
+
 
 @pytest.mark.parametrize(
     ("environment", "options", "expected"),
@@ -35,6 +40,9 @@ TORCHRUN |= {"MASTER_ADDR": "a", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": 
         (DSTACK, {}, {"rank": 1, "num_nodes": 2, "head": "10.1.0.5"}),
         # RANK counts processes, and torchrun itself listens on MASTER_PORT
         (TORCHRUN, {}, {"rank": 1, "num_nodes": 2, "id": "job7", "port": 6379}),
+        # Kubeflow: WORLD_SIZE counts processes, of which each pod has 8
+        (KUBEFLOW, {}, {"rank": 1, "num_nodes": 2, "head": "job-master-0", "port": 23456}),
+        (KUBEFLOW_2, {}, {"rank": 1, "num_nodes": 2, "head": "job-node-0-0", "port": 29400}),
         # the number of nodes is known from its variable whoever says the rank, unless it has no place among them
         ({"WORLD_SIZE": "4", "RANK": ""}, {"rank": 1, "join": "a"}, {"num_nodes": 4}),
         ({"WORLD_SIZE": "4"}, {"join": "a"}, {"num_nodes": None}),
@@ -42,8 +50,8 @@ TORCHRUN |= {"MASTER_ADDR": "a", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": 
         ({"RANK": "0", "MASTER_PORT": "7000"}, {"port": 7001}, {"port": 7001}),
         ({}, {"join": "10.0.0.1:7002"}, {"port": 7002}),
     ],
-    ids=["guides", "options come first", "nothing", "joins", "Slurm", "dstack", "torchrun", "number from its variable",
-         "no place", "default port", "given port", "port of the head"],
+    ids=["guides", "options come first", "nothing", "joins", "Slurm", "dstack", "torchrun", "Kubeflow's",
+         "its trainer's", "number from its variable", "no place", "default port", "given port", "port of the head"],
 )  # fmt: skip
 def test_who_a_node_is(environment: dict[str, str], options: dict[str, object], expected: dict[str, object]) -> None:
     found = identity(environment, **options)

@@ -40,9 +40,10 @@ def test_slurm(folder: Path, one: Block, words: list[str]) -> None:
         (block("launch-podman"), ["podman run"]),
         (block("launch-dstack"), ["dstack apply"]),
         (block("launch-kuberay"), ["kubectl"]),
+        (block("launch-pods"), ["corral up --block", "corral train"]),
         (block("launch-ssh"), ["ssh"]),
     ],
-    ids=["docker", "podman", "dstack", "kuberay", "ssh"],
+    ids=["docker", "podman", "dstack", "kuberay", "pods", "ssh"],
 )
 def test_a_launcher_says_what_to_run(folder: Path, one: Block, words: list[str]) -> None:
     [said] = run(folder, one)

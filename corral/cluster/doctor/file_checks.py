@@ -15,10 +15,10 @@ from typing import Literal
 
 import corral
 from corral.cluster.doctor.findings import Finding, FindingLevel, NodeRef, format_hosts
-from corral.cluster.doctor.machine_checks import hugging_face_cache
 from corral.cluster.node_report import installed_version, torch_version
 from corral.data.plugins import is_spec
 from corral.data.sources import is_generated
+from corral.hub import MODELSCOPE, cached_model, is_only_path
 from corral.model.builtin_models import BUILTIN_MODELS, cached_folder
 from corral.recipe.keys import dotted
 from corral.recipe.placement import runs_on_ray
@@ -124,7 +124,7 @@ def required_files(recipe: Recipe, file: Path) -> list[RequiredFile]:
         if path is not None and path.lower() in BUILTIN_MODELS:
             found.append(RequiredFile(f"{part}.path", str(cached_folder(path.lower())), "path", everywhere))
         elif path is not None:
-            is_path = Path(path).expanduser().exists() or path.startswith((".", "/", "~")) or path.count("/") > 1
+            is_path = Path(path).expanduser().exists() or is_only_path(path)
             key = f"{part}.path"
             found.append(at_path(key, path) if is_path else RequiredFile(key, path, "hub", everywhere))
     for name, service in recipe.cluster.services.items():
@@ -152,7 +152,9 @@ def digest_of(required: RequiredFile) -> str:
     """Digest of what is there; empty where nothing is."""
     path = Path(required.name)
     if required.kind == "hub":
-        path = hugging_face_cache() / f"models--{required.name.replace('/', '--')}" / "snapshots"
+        if (found := cached_model(required.name)) is None:
+            return ""
+        path = found
     elif required.kind == "module":
         try:
             spec = importlib.util.find_spec(required.name)
@@ -188,9 +190,11 @@ def check_required(
     for node, why in unreadable.items():
         yield Finding("error", "files", f"{name} {why}", "let this user read it", (node,))
     if missing and required.kind == "hub":
+        is_modelscope = required.name.startswith(MODELSCOPE)
+        offline, cache = offline and not is_modelscope, "ModelScope's" if is_modelscope else "the Hugging Face"
         then = ", and HF_HUB_OFFLINE is set" if offline else " and will be downloaded there"
         fix = "download it once to a folder that all nodes share, and name that"
-        what = f"{name} is not in the Hugging Face cache{then}"
+        what = f"{name} is not in {cache} cache{then}"
         yield Finding("error" if offline else "note", "files", what, fix, missing)
     elif missing and required.name in [str(cached_folder(name)) for name in BUILTIN_MODELS]:
         what = f"`{required.key}`: the built-in model is not made yet; the first use does it, within half a minute"

@@ -172,13 +172,15 @@ def check_variables(variables: Mapping[NodeRef, Mapping[str, str]]) -> Iterator[
 
 def check_proxy(variables: Mapping[str, str], addresses: Sequence[str]) -> Iterator[Finding]:
     """`addresses`: of the nodes. Requests to Ray's dashboard would go through a proxy that does not know them."""
-    if not (variables.get("http_proxy") or variables.get("HTTP_PROXY")):
+    names = ("http_proxy", "https_proxy", "all_proxy")
+    proxy = next((one for name in names for one in (name, name.upper()) if variables.get(one)), None)
+    if proxy is None:
         return
     excluded = (variables.get("no_proxy") or variables.get("NO_PROXY") or "").split(",")
     wanted = ["127.0.0.1", *addresses]
     missing = [address for address in wanted if not any(excludes(one.strip(), address) for one in excluded)]
     if missing:
-        what = f"http_proxy is set, and no_proxy does not leave out {', '.join(missing[:4])}: jobs may not reach Ray"
+        what = f"{proxy} is set, and no_proxy does not leave out {', '.join(missing[:4])}: jobs may not reach Ray"
         yield Finding("note", "proxy", what, f"export no_proxy={','.join(['localhost', *wanted[:4]])}")
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 from corral.data.plugins import did_you_mean, is_spec
 from corral.data.sources import GENERATORS, is_generated
+from corral.hub import is_only_path
 from corral.observe.run_folder import holds_run
 from corral.recipe.errors import UserError
 from corral.recipe.keys import KeyPath, dotted
@@ -209,7 +210,7 @@ def absolute_path(path: str, folder: Path) -> str:
 
 def model_path(path: str, folder: Path) -> str:
     """The name of a model on a hub looks like a relative path, and stays."""
-    is_folder = path.startswith(".") or path.count("/") > 1 or (folder / path).is_dir()
+    is_folder = is_only_path(path) or (folder / path).is_dir()
     return absolute_path(path, folder) if is_folder else path
 
 

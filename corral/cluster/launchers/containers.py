@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from corral.cluster.launchers.launch_spec import Accelerator, LaunchSpec, check_names_only
@@ -204,11 +205,19 @@ class ContainerCluster:
 # root, and who does that should read it first. Every step can be repeated.
 
 
-def host_setup(family: PackageManager, is_amd: bool) -> str:
+def host_setup(family: PackageManager, is_amd: bool, sources: Mapping[str, str | None] = MappingProxyType({})) -> str:
+    """`sources`: addresses of mirrors, instead of those in `SOURCES`."""
     pieces = re.split(r"^#@ (\w+)\n", PARTS.read_text(), flags=re.MULTILINE)
     parts = dict(zip(pieces[1::2], pieces[2::2], strict=True))
     gpu = ["amd", "amd_check"] if is_amd else [f"nvidia_{family}", "nvidia_check"]
     text = "\n".join(parts[name] for name in ["start", f"docker_{family}", "daemon", *gpu])
     for name, address in SOURCES.items():
-        text = text.replace(f"@{name}@", address)
+        text = text.replace(f"@{name}@", check_source(name, sources.get(name) or address))
     return text
+
+
+def check_source(name: str, address: str) -> str:
+    """It becomes part of a script that root runs."""
+    if re.fullmatch(r"https?://[\w.:/%~-]+", address) is None:
+        raise UserError(f"the source of {name}, {address}, is not the address of a folder, such as {SOURCES[name]}")
+    return address.rstrip("/")

@@ -4,7 +4,6 @@ The same commands run on every node; `corral up` knows its rank and the head fro
 first node trains, and its exit code is that of the run.
 """
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from corral.cluster.launchers.launch_spec import (
     check_run_folder,
     yaml_text,
 )
+from corral.cluster.launchers.pods import pods_script
 from corral.recipe.load import dump_recipe
 
 LONGEST_NAME = 41
@@ -51,7 +51,7 @@ def dstack_launch(
         # Names: dstack takes the values from the environment of whoever applies this.
         "env": list(dict.fromkeys([TOKEN, *environment])),
         "files": [f"{recipe_file}:{RECIPE}", *([f"{code_folder}:{CODE}"] if spec.code else [])],
-        "commands": [node_script(spec)],
+        "commands": [pods_script(spec, ["corral", "train", RECIPE], "$DSTACK_NODE_RANK", CODE if spec.code else None)],
         # The run is over when the first node is done; the others have nothing to end on.
         **({"stop_criteria": "master-done"} if spec.num_nodes > 1 else {}),
         "ports": [DASHBOARD],
@@ -67,22 +67,4 @@ def dstack_launch(
         },
         commands=[["dstack", "apply", "--file", str(folder / task_file), "--yes"]],
         notes=[f"dstack takes {TOKEN} from your environment: export {TOKEN}=$(cat ~/.corral/token)"],
-    )
-
-
-def node_script(spec: LaunchSpec) -> str:
-    """Shell script for a node. `corral up` returns when all nodes are there, and with --block stays until the head is
-    gone. A node that did not get so far fails, and with it the run; after that the first node alone decides."""
-    up = shlex.join(spec.up_command())
-    check = shlex.join(["corral", "check", str(spec.num_devices), "--nodes", str(spec.num_nodes)])
-    train = shlex.join(["corral", "train", RECIPE])
-    train = f"cd {CODE} && {train}" if spec.code else train
-    if spec.num_nodes == 1:
-        return f"{up} && {check} && {train}"
-    return (
-        'if [ "$DSTACK_NODE_RANK" = 0 ]; then\n'
-        f"  {up} && {check} && {train}\n"
-        "else\n"
-        f"  {up} && {{ {up} --block || echo 'this node has left; the first one says what became of the run'; }}\n"
-        "fi\n"
     )

@@ -30,13 +30,20 @@ apt-get update
 apt-get install -y docker-ce docker-ce-cli containerd.io docker-buildx-plugin
 #@ docker_yum
 # --- docker, from its makers (RHEL and those like it, Fedora)
+# shellcheck disable=SC2016
+release='$releasever' # which yum fills in
 case "$ID" in
   fedora | rhel) distribution=$ID ;;
+  alinux) # Alibaba Cloud Linux 2 is like CentOS 7, 3 like 8, 4 like 9
+    distribution=centos
+    release=$((${VERSION_ID%%.*} + 5))
+    ;;
   *) distribution=centos ;;
 esac
 if command -v dnf > /dev/null; then yum=dnf; else yum=yum; fi
 "$yum" install -y ca-certificates curl
-curl -fsSL "@docker@/$distribution/docker-ce.repo" -o /etc/yum.repos.d/docker-ce.repo
+curl -fsSL "@docker@/$distribution/docker-ce.repo" |
+  sed "s#https://download.docker.com/linux#@docker@#g; s#\$releasever#$release#g" > /etc/yum.repos.d/docker-ce.repo
 "$yum" install -y docker-ce docker-ce-cli containerd.io docker-buildx-plugin
 #@ daemon
 systemctl enable --now docker
@@ -49,7 +56,8 @@ fi
 keyring=/usr/share/keyrings/nvidia-container-toolkit-keyring.gpg
 curl -fsSL @nvidia@/gpgkey | gpg --dearmor --yes -o "$keyring"
 curl -fsSL @nvidia@/stable/deb/nvidia-container-toolkit.list |
-  sed "s#deb https://#deb [signed-by=$keyring] https://#g" > /etc/apt/sources.list.d/nvidia-container-toolkit.list
+  sed "s#https://nvidia.github.io/libnvidia-container#@nvidia@#g; s#^deb #deb [signed-by=$keyring] #" \
+    > /etc/apt/sources.list.d/nvidia-container-toolkit.list
 apt-get update
 apt-get install -y nvidia-container-toolkit
 #@ nvidia_yum
@@ -58,7 +66,8 @@ if ! command -v nvidia-smi > /dev/null; then
   echo "nvidia-smi is not here: install the driver of the GPU first" >&2
   exit 1
 fi
-curl -fsSL @nvidia@/stable/rpm/nvidia-container-toolkit.repo -o /etc/yum.repos.d/nvidia-container-toolkit.repo
+curl -fsSL @nvidia@/stable/rpm/nvidia-container-toolkit.repo |
+  sed "s#https://nvidia.github.io/libnvidia-container#@nvidia@#g" > /etc/yum.repos.d/nvidia-container-toolkit.repo
 "$yum" install -y nvidia-container-toolkit
 #@ nvidia_check
 nvidia-ctk runtime configure --runtime=docker
