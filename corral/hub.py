@@ -1,5 +1,5 @@
 """Where files of models and data come from: Hugging Face's hub (`owner/name`) or ModelScope (`ms:owner/name`), their
-caches on this machine, and what to do where one cannot be reached.
+caches on this machine, and what to do where one cannot be reached; and what models of other forms were converted to.
 
 Transformers downloads from Hugging Face's hub by itself, so that a name stays a name. ModelScope's client downloads all
 of a model or data set, and everything after it sees a folder.
@@ -15,6 +15,7 @@ from functools import cache
 from http.client import HTTPException
 from pathlib import Path
 from typing import Literal
+from zlib import crc32
 
 from corral.recipe.errors import UserError, first_line, one_line
 
@@ -34,12 +35,32 @@ Kind = Literal["model", "dataset"]
 
 
 def is_only_path(name: str) -> bool:
-    """Whether a model's name can be a folder's, and no name on a hub."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1
+    """Whether a model's name can be a folder's or a file's, and no name on a hub."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or is_gguf(name)
+
+
+def is_gguf(name: str) -> bool:
+    return name.lower().endswith(".gguf")
+
+
+def cached_folder(name: str) -> Path:
+    """Where Corral keeps a model that it has made or converted."""
+    return Path.home() / ".cache" / "corral" / "models" / name
+
+
+def gguf_folder(name: str) -> Path:
+    """What a GGUF file is converted to, when it is loaded for the first time: another folder once the file changes."""
+    file = Path(name).expanduser().resolve()
+    status = file.stat()
+    return cached_folder(f"{file.stem}-{crc32(f'{file} {status.st_size} {status.st_mtime_ns}'.encode()):08x}")
 
 
 def cached_model(name: str) -> Path | None:
-    """The folder of a model in its hub's cache on this machine, with its config.json at least. Asks nobody."""
+    """The folder of a model in its hub's cache on this machine, with its config.json at least, or what a GGUF file was
+    converted to. Asks nobody."""
+    if is_gguf(name):
+        folder = gguf_folder(name) if Path(name).expanduser().is_file() else None
+        return folder if folder is not None and (folder / "config.json").is_file() else None
     if name.startswith(MODELSCOPE):
         folder = _modelscope_cache(name, "model")
         return folder if folder is not None and (folder / "config.json").is_file() else None

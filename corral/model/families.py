@@ -17,7 +17,7 @@ from corral.model.builtin_models import BLANK_VISION, BUILTIN_MODELS
 from corral.recipe.errors import RecipeError, UserError, one_line
 from corral.recipe.plan import Plan, make_plan
 from corral.recipe.schema import Model, Parallel, Recipe
-from corral.recipe.shape import ModelShape, base_model
+from corral.recipe.shape import ModelShape, base_model, model_folder
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def find_path(model: Model) -> ModelPath | None:
         written: dict[str, Any] = {"model_type": "qwen2_5_vl" if name == BLANK_VISION else "llama"}
     else:
         try:
-            written = json.loads((Path(source).expanduser() / "config.json").read_text())
+            written = json.loads(((model_folder(source) or Path(source)) / "config.json").read_text())
         except (OSError, ValueError, RecursionError):
             return None  # a hub name, or what loading will complain of
         if not isinstance(written, dict):

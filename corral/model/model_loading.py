@@ -66,10 +66,10 @@ def has_bfloat16(device: torch.device) -> bool:
 
 def model_source(path: str, key: str = "model.path") -> str:
     """A folder or a hub name that transformers understands: of an adapter, that of its base model. Built-in models are
-    made on first use, those on ModelScope downloaded. `key`: of the recipe, for errors."""
+    made on first use, GGUF files converted, those on ModelScope downloaded. `key`: of the recipe, for errors."""
     if (adapter := AdapterFolder.find(path)) is not None:
         return model_source(adapter.base, key)
-    if (builtin := builtin_folder(path)) is not None:
+    if (builtin := builtin_folder(path, key)) is not None:
         return str(builtin)
     folder = Path(path).expanduser()
     if folder.is_dir():

@@ -73,7 +73,7 @@ class Model(Section):
     """The model that is trained."""
 
     path: str
-    """A folder in Hugging Face layout, a hub name, `ms:owner/name` on ModelScope, or a built-in model:
+    """A folder in Hugging Face layout, a GGUF file, a hub name, `ms:owner/name` on ModelScope, or a built-in model:
     `smollm2-135m-instruct`, or `blank-1m`, which reads bytes and is not trained yet. A folder with a LoRA adapter in
     PEFT's layout is its base model with the adapter: merged, or with `lora` to go on from."""
     lora: Lora | None = None

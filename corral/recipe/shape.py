@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from corral.hub import cached_model
+from corral.hub import cached_model, is_gguf
 from corral.recipe.errors import UserError, first_line, one_line
 
 PLAIN_MLP = {
@@ -95,6 +95,8 @@ class ModelShape:
         if path.lower() == "blank-vision-1m":
             return BLANK_VISION_1M
         folder = model_folder(path)
+        if folder is None and is_gguf(path):
+            raise UnknownShape(f"{path} is converted when it is first loaded, and a plan knows its shape after that")
         if folder is None:
             raise UnknownShape(
                 f"{path} is not on this machine, and a plan downloads nothing; `model.path` may be a folder with its "

@@ -167,7 +167,7 @@ def test_the_short_recipe_names_keys_of_other_systems_that_migrate_maps_so() -> 
     for report in (ROOT / "tests" / "migrate" / "golden").glob("*/report.txt"):
         system = report.parent.name.partition("_")[0].replace("search", "verl")
         for line in report.read_text().splitlines():
-            if match := re.match(r"  (?:\S+:\d+: )?([\w.]+)=.* -> (.*)$", line):
+            if match := re.match(r"  (?:\S+:\d+: )?([\w.]+)=.*(?: -> |; here )(.*)$", line):
                 mapped.append((system, f".{match[1]}", match[2]))
     wrong = []
     for key, _, _, *others in table_rows(SHORT):
