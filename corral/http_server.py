@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from corral.recipe.errors import UserError
+from corral.recipe.errors import UserError, install_command
 
 if TYPE_CHECKING:
     import uvicorn
@@ -48,7 +48,7 @@ def check_installed(command: str) -> None:
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise UserError(f"{command} needs an extra: pip install 'corral[serve]'") from error
+        raise UserError(f"{command} needs an extra: {install_command('serve')}") from error
 
 
 def read_token(path: Path) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 from zlib import crc32
 
-from corral.recipe.errors import UserError, first_line, one_line
+from corral.recipe.errors import UserError, first_line, install_command, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,9 @@ Kind = Literal["model", "dataset"]
 
 
 def is_only_path(name: str) -> bool:
-    """Whether a model's name can be a folder's or a file's, and no name on a hub."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or is_gguf(name)
+    """Whether a model's name can only be a folder's or a file's: names on a hub have an owner, but for GPT-2's."""
+    has_owner = name.count("/") == 1 or name.startswith((MODELSCOPE, "gpt2", "distilgpt2"))
+    return name.startswith((".", "/", "~")) or not has_owner or is_gguf(name)
 
 
 def is_gguf(name: str) -> bool:
@@ -149,7 +150,7 @@ def modelscope_folder(name: str, kind: Kind, key: str) -> Path:
         from modelscope import snapshot_download
         from modelscope_hub.config import HubConfig
     except ImportError as error:
-        raise UserError(f"{key}: {name} needs the modelscope package: pip install 'corral[modelscope]'") from error
+        raise UserError(f"{key}: {name} needs the modelscope package: {install_command('modelscope')}") from error
     if (problem := unreachable(HubConfig().endpoint)) is not None:
         if (folder := _modelscope_cache(name, kind)) is None:
             instead = "name a folder that has it, or set MODELSCOPE_ENDPOINT to a server that can be reached"

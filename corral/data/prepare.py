@@ -16,7 +16,7 @@ import pyarrow.parquet
 from corral.data.answers import after_hashes, last_boxed
 from corral.data.plugins import did_you_mean
 from corral.data.sources import READERS, Located, columns_of, parse_json, read_files, read_hub
-from corral.recipe.errors import UserError
+from corral.recipe.errors import UserError, install_command
 
 SPLITS = ("train", "test")
 HELD_OUT_FRACTION = 0.2
@@ -162,7 +162,7 @@ def read_countries() -> list[Country]:
     try:
         from countryinfo import CountryInfo
     except ImportError as error:
-        raise UserError("the data set `countries` comes with a package: pip install 'corral[countries]'") from error
+        raise UserError(f"the data set `countries` comes with a package: {install_command('countries')}") from error
     complete = {
         columns["name"]: country
         for columns in CountryInfo.all().values()

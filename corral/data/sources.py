@@ -10,7 +10,7 @@ import gzip
 import json
 import logging
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from corral.data.images import for_template, load_images
 from corral.data.plugins import did_you_mean, error_line, is_spec, load_object
 from corral.data.rows import Row, json_value, number_in, row_from_mapping
 from corral.hub import MODELSCOPE, modelscope_folder, require_data_set
-from corral.recipe.errors import UserError, one_line
+from corral.recipe.errors import UserError, install_command, one_line
 from corral.recipe.schema import Data, Part, Recipe, Source, SourceRows
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,8 @@ MAX_LINE = 2**28
 """Most characters of a line of rows; one with images in it has some millions."""
 NUM_NAMED = 3  # rows that are named of those that were skipped
 GENERATORS = {"arithmetic": arithmetic_rows, "pictures": picture_rows, "reasoning_gym": reasoning_gym_rows}
+MAX_CHECKED_SIZE = 10_000
+"""Number of generated rows that a plan makes to see whether there are so many."""
 
 
 def is_generated(path: str) -> bool:
@@ -108,6 +110,20 @@ def load_part(
             known = ", ".join(recipe.environments)
             raise UserError(f"{row.where}: the column `environment` is {tag!r}; there are {known}")
     return rows
+
+
+def check_sizes(data: Data) -> None:
+    """Raises where a source of arithmetic cannot be made as it is asked for, so that a plan says it. Sizes that take a
+    while are left to the loading of the rows."""
+    parts = {"train": data.train} | ({} if data.validation is None else {"validation": data.validation})
+    for part, source in parts.items():
+        for one in source.named_sources.values():
+            kind, _, task = str(one.path).partition(":")
+            if kind == "arithmetic" and (one.size or 0) <= MAX_CHECKED_SIZE:
+                try:
+                    deque(arithmetic_rows(task, one), maxlen=0)
+                except UserError as error:
+                    raise UserError(f"data.{part}: {error}") from error
 
 
 def _rows_of(
@@ -315,7 +331,7 @@ def read_hub(name: str, subset: str | None, split: str | None) -> Iterator[Locat
     try:
         import datasets
     except ImportError as error:
-        raise UserError(f"{where} needs the datasets package: pip install 'corral[hub]'") from error
+        raise UserError(f"{where} needs the datasets package: {install_command('hub')}") from error
     folder = Path(name).expanduser()
     if where == name:
         folder = modelscope_folder(name, "dataset", "data")

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from corral.data.plugins import did_you_mean, error_line, is_spec, load_object
@@ -177,12 +178,17 @@ class EnvSet:
     """Makes environments, by the tag in the row where there are several. Has what they share, until `close`."""
 
     def __init__(
-        self, environments: "Mapping[str, Environment]", pools: Mapping[str, RewardScorer], rollout: "Rollout"
+        self,
+        environments: "Mapping[str, Environment]",
+        pools: Mapping[str, RewardScorer],
+        rollout: "Rollout",
+        prints: Path | None = None,
     ) -> None:
+        """`prints`: file for what environments in processes of their own print."""
         self.factories: dict[str, EnvFactory] = {}
         try:
             for tag, environment in environments.items():
-                self.factories[tag] = EnvFactory(tag, environment, pools.get(tag), rollout)
+                self.factories[tag] = EnvFactory(tag, environment, pools.get(tag), rollout, prints)
         except BaseException:
             self.close()
             raise
@@ -200,10 +206,17 @@ class EnvSet:
 class EnvFactory:
     """One environment of the recipe, of which `make` makes one for each trajectory."""
 
-    def __init__(self, tag: str, environment: "Environment", pool: RewardScorer | None, rollout: "Rollout") -> None:
+    def __init__(
+        self,
+        tag: str,
+        environment: "Environment",
+        pool: RewardScorer | None,
+        rollout: "Rollout",
+        prints: Path | None = None,
+    ) -> None:
         """`options` are arguments of the class, of its `open_shared`, or of both. Either also gets those of the others
         below that it names."""
-        self.tag, self.pool = tag, pool
+        self.tag, self.pool, self.prints = tag, pool, prints
         self.timeout_s = environment.timeout_s
         """Deadline of one reset or step."""
         self.on_error = reward_on_error(environment.reward.on_error)
@@ -256,7 +269,7 @@ class EnvFactory:
     def _run_in_processes(self, env_class: Any, environment: "Environment", arguments: dict[str, Any]) -> None:
         from corral.envs.env_processes import EnvProcesses, InProcessEnv, ProcessEnv  # these import this module
 
-        processes = EnvProcesses(environment, env_class, arguments)
+        processes = EnvProcesses(environment, env_class, arguments, self.prints)
         self.shared.append(processes)
         self.make = lambda: ProcessEnv(processes)
         self.make_in_process = lambda: InProcessEnv(env_class(**arguments))

@@ -16,6 +16,7 @@ import queue
 import random
 import threading
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corral.data.plugins import adopt, blamed_on, error_line, place_of, portable, with_place
@@ -88,7 +89,9 @@ class EnvProcesses(WorkerPool[EnvSlot]):
 
     thread_name = "environment process"
 
-    def __init__(self, environment: "Environment", env_class: Any, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self, environment: "Environment", env_class: Any, arguments: dict[str, Any], prints: Path | None = None
+    ) -> None:
         label = f"environment `{environment.name}`"
         for argument, value in arguments.items():
             try:
@@ -100,7 +103,7 @@ class EnvProcesses(WorkerPool[EnvSlot]):
                 ) from error
         # A process finds the class by its name, since a class from a file can't be pickled.
         load = pickle.dumps((portable(environment.name), arguments))
-        super().__init__(label, __name__, load, environment.processes, environment.env)
+        super().__init__(label, __name__, load, environment.processes, environment.env, prints)
         self.env_class, self._timeout_s = env_class, environment.timeout_s
         self._taken: set[EnvSlot] = set()
 

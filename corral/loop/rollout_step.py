@@ -18,6 +18,7 @@ from corral.data.supervised import trajectories_of
 from corral.loop.components import RolloutComponents, RunComponents
 from corral.loop.sample_errors import ErrorCounts
 from corral.observe.ledger import Ledger
+from corral.observe.trajectory_store import repeated_fraction
 from corral.recipe.presets import ResolvedAlgorithm
 from corral.recipe.schema import Rollout
 from corral.rewards.reward_function import reward_on_error
@@ -371,6 +372,9 @@ def step_metrics(rollout: RolloutResult, batch: Batch, samples_per_prompt: int) 
         "samples/error_rate": rollout.errors.rate,
         "samples/dropped": float(len(rollout.dropped)),
     }
+    repeats = [repeated_fraction(one.tokens[one.generated]) for one in rollout.trajectories]
+    if known := [repeated for repeated in repeats if repeated is not None]:
+        metrics["samples/repeats"] = float(np.mean(known))
     if rollout.rounds > 1 or rollout.zero_variance:
         metrics["samples/dropped_groups"] = float(len(rollout.zero_variance))
         metrics["samples/rounds"] = float(rollout.rounds)

@@ -31,6 +31,7 @@ from corral.loop.training_loop import (
     Interrupted,
     RunState,
     begin_saving,
+    describe_prints,
     finish_saving,
     run_steps,
 )
@@ -343,6 +344,7 @@ async def finish(run: RunState, recipe_file: Path) -> None:
         run.folder.curve if has_curve else None,
         next_commands(run, recipe_file),
         describe_training(rows),
+        describe_prints(run.folder),
     )
 
 

@@ -88,6 +88,8 @@ class RunState:
     """Metrics of the validations made so far, by step."""
     times: dict[str, float] = field(default_factory=dict)
     """Seconds that the stages of this step took."""
+    has_shown_prints: bool = False
+    """Whether the console has named the file of what rewards and environments print."""
 
     @property
     def is_complete(self) -> bool:
@@ -224,6 +226,18 @@ def record_step(
             TrajectoryWriter(run.folder.trajectories).delete_before(run.step - keep + 1)
     check_updates(run, result, batch)
     warn_if_idle(run, rollout, batch, result)
+    if not run.has_shown_prints and (prints := describe_prints(run.folder)):
+        run.console.note(f"printed by rewards or environments: {prints}")
+        run.has_shown_prints = True
+
+
+def describe_prints(folder: RunFolder) -> str:
+    """How much rewards and environments have printed, and where that is; empty: nothing."""
+    if not folder.prints.is_file():
+        return ""
+    with folder.prints.open("rb") as file:
+        num_lines = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
+    return f"{num_lines:,} line{'' if num_lines == 1 else 's'} in {folder.prints}" if num_lines else ""
 
 
 def record_prompts(run: RunState, rollout: RolloutResult, result: TrainResult) -> None:

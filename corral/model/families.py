@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from corral.data.sources import check_sizes
 from corral.model.builtin_models import BLANK_VISION, BUILTIN_MODELS
 from corral.recipe.errors import RecipeError, UserError, one_line
 from corral.recipe.plan import Plan, make_plan
@@ -177,6 +178,7 @@ def check_length(config: Any, limit: int, key: str = "data.max_prompt_tokens + r
 def checked_plan(recipe: Recipe, device: str | None = None) -> Plan:
     """The plan of a recipe, with how its model is computed; raises where the recipe, its model, or a mesh that this
     model cannot be spread over is refused. `device`: as `make_plan` has it."""
+    check_sizes(recipe.data)
     path, shape = find_path(recipe.model), ModelShape.find(recipe.model.path)
     plan = make_plan(recipe, shape, device=device, model_path=None if path is None else str(path))
     if path is not None and path.kind == "general":

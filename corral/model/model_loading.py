@@ -4,6 +4,7 @@ import gc
 import json
 import platform
 import re
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from corral.hub import is_only_path, model_files
 from corral.model.attention import ATTENTION_NAME, make_exact, register
-from corral.model.builtin_models import builtin_folder
+from corral.model.builtin_models import builtin_folder, no_model
 from corral.model.families import choose_path
 from corral.model.fused_layers import fuse
 from corral.model.general_forward import is_general
@@ -77,7 +78,7 @@ def model_source(path: str, key: str = "model.path") -> str:
             raise UserError(f"{key}: {folder} is a folder without config.json, so not a model in Hugging Face layout")
         return str(folder)
     if folder.exists() or is_only_path(path):
-        raise UserError(f"{key}: {path} is not a folder")
+        raise UserError(f"{key}: {no_model(path)}")
     return model_files(path, key)
 
 
@@ -162,6 +163,7 @@ def read_model(model: Model, dtype: torch.dtype, as_stored: bool = False) -> Any
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
         register()
+    hide_bars()
     if model.exact and dtype != torch.float32:
         raise UserError("model.exact: only float32 can be exact; set `model.dtype: float32`")
     config = load_config(model)
@@ -190,6 +192,17 @@ def read_model(model: Model, dtype: torch.dtype, as_stored: bool = False) -> Any
     if vision is not None:
         loaded.vision = vision
     return loaded.eval()
+
+
+def hide_bars() -> None:
+    """Hides transformers' bars of reading and writing weights. Those of a download stay on a terminal."""
+    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars  # type: ignore[attr-defined]
+    from transformers.utils.logging import disable_progress_bar
+
+    shows_downloads = sys.stderr.isatty() and not are_progress_bars_disabled()
+    disable_progress_bar()
+    if shows_downloads:
+        enable_progress_bars()
 
 
 @contextmanager

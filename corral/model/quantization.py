@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 from corral.model.experts import holds_experts
 from corral.model.lora import LoraLinear, set_class
-from corral.recipe.errors import UserError
+from corral.recipe.errors import UserError, install_command
 from corral.recipe.schema import Quantization
 
 BLOCK = 64
@@ -109,7 +109,7 @@ def encode(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     try:
         from bitsandbytes import functional as bnb
     except ImportError as error:
-        raise UserError("model.quantization needs an extra: pip install 'corral[quantization]'") from error
+        raise UserError(f"model.quantization needs an extra: {install_command('quantization')}") from error
     weight = weight.contiguous()
     if bits == 8:
         codes, scales, _ = bnb.int8_vectorwise_quant(weight.half())

@@ -14,7 +14,7 @@ import torch
 
 from corral.data.rows import Conversation
 from corral.model.lora import AdapterFolder
-from corral.model.model_loading import collector_paused, model_source, resolve_dtype
+from corral.model.model_loading import collector_paused, hide_bars, model_source, resolve_dtype
 from corral.recipe.errors import UserError, one_line
 from corral.recipe.schema import RewardModel
 
@@ -101,6 +101,7 @@ def load_classifier(
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
     if AdapterFolder.find(path) is not None:
         raise UserError(f"{KEY}: {path} is an adapter; merge it into its model, and name that")
+    hide_bars()
     source, code = model_source(path, KEY), settings.trust_remote_code
     with one_line(f"{KEY}: {path} could not be loaded as a sequence classifier"):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=code)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from corral.data.images import image_id
 from corral.model.families import VISION_TYPES
-from corral.recipe.errors import UserError
+from corral.recipe.errors import UserError, pip_install
 from corral.recipe.shape import model_folder
 
 OF_VIDEOS = "video_preprocessor_config.json"
@@ -90,7 +90,7 @@ def open_image(data: bytes) -> Any:
     try:
         from PIL import Image, ImageOps
     except ImportError as error:
-        raise UserError("images need Pillow: pip install pillow") from error
+        raise UserError(f"images need Pillow: {pip_install('pillow')}") from error
     try:
         # Now, and not in the forward pass, where a file that is cut off would fail others with it.
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))

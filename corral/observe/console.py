@@ -258,9 +258,10 @@ class Console(Tracker):
         curve: Path | None = None,
         commands: Mapping[str, str] | None = None,
         training: str = "",
+        prints: str = "",
     ) -> None:
         """Prints the end of a run. `commands`: what to do next, such as {"evaluate": "corral evaluate ..."}.
-        `training`: what has become of the reward."""
+        `training`: what has become of the reward. `prints`: how much rewards and environments have printed."""
         scores = [score_text(metrics) for metrics in (before, after) if metrics is not None]
         self._print("")
         self._rows(
@@ -269,6 +270,7 @@ class Console(Tracker):
                 "validation": " -> ".join(scores),
                 "folder": str(folder),
                 "curve": "" if curve is None else str(curve),
+                "prints": prints,
                 **(commands or {}),
             }
         )

@@ -8,7 +8,7 @@
         curve.png
         trajectories/       step_000012.parquet
         checkpoints/
-        logs/               main.log, and what trackers keep locally
+        logs/               main.log, prints.log (of rewards and environments), and what trackers keep locally
         failures/
         attempts/           what was done before the first checkpoint, if it had to be done again
 
@@ -35,6 +35,7 @@ from corral.recipe.rules import problem_of_run_name
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
+PRINTS = "prints.log"
 SUBFOLDERS = ("trajectories", "checkpoints", "logs", "failures")
 NO_LOCKS_HERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
@@ -96,6 +97,11 @@ class RunFolder:
     def holds_run(self) -> bool:
         """Whether anything was computed in it."""
         return holds_run(self.path)
+
+    @property
+    def prints(self) -> Path:
+        """What rewards and environments in processes of their own have printed."""
+        return self.logs / PRINTS
 
     def write_recipe(self, text: str) -> Path:
         """Keeps every recipe the run was started with; the one with the highest number is the last that was used. Those

@@ -28,7 +28,7 @@ from corral.observe.metric_names import verl_names
 from corral.observe.prometheus import PrometheusServer
 from corral.observe.run_files import MetricsFile, StepSamples, Tracker, TrackerFailures, Trackers
 from corral.observe.run_folder import RunFolder
-from corral.recipe.errors import UserError
+from corral.recipe.errors import UserError, install_command, pip_install
 from corral.recipe.schema import Logging
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def check_trackers(recipe: Logging) -> None:
     """Raises where a tracker is not installed; imports none."""
     for name in recipe.trackers:
         if name != "console" and find_spec(name) is None:
-            raise UserError(f"`logging.trackers` names {name}, which is not installed: pip install 'corral[{name}]'")
+            raise UserError(f"`logging.trackers` names {name}, which is not installed: {install_command(name)}")
 
 
 class VerlNames(Tracker):
@@ -268,7 +268,7 @@ class MLflow(TrackerAdapter):
         from mlflow.tracking import MlflowClient
 
         if not mlflow.is_tracking_uri_set() and find_spec("sqlalchemy") is None:
-            raise UserError("MLFLOW_TRACKING_URI names no server; for a local database, `pip install mlflow`")
+            raise UserError(f"MLFLOW_TRACKING_URI names no server; for a local database, `{pip_install('mlflow')}`")
         self._client = MlflowClient()
         if saved:
             self._run_id = saved["run_id"]

@@ -31,6 +31,10 @@ PREVIEW_LENGTH = 160
 ROW_GROUP_TOKENS = 65536
 """A row group ends with the trajectory that reaches so many tokens. Half as many were not read faster."""
 
+RUN_FACTORS = np.array([1, 1_000_003, 998_244_353, 2_147_483_647], np.int64)
+"""Four tokens times these are one number, by which equal runs of tokens are found."""
+TENTHS = 10
+
 SUMMARY = {
     "prompt_id": pa.int64(),
     "sample": pa.int32(),
@@ -54,6 +58,8 @@ SUMMARY = {
     "worst_ratio": pa.float64(),
     "worst_ratio_at": pa.int32(),
     "worst_ratio_text": pa.string(),
+    "ratio_by_tenth": pa.list_(pa.float32()),
+    "repeats": pa.float64(),
     "question": pa.string(),
     "answer": pa.string(),
     "preview": pa.string(),
@@ -153,7 +159,8 @@ def _summary(record: Mapping[str, Any]) -> dict[str, Any]:
         "total_environment_s": _total(record, "environment_s"),
         "trained_logprob": _total(record, "trained_logprobs"),
         "reference_logprob": _total(record, "reference_logprobs"),
-        **_worst_ratio(record),
+        **_ratios(record),
+        "repeats": repeated_fraction(_generated(record, record.get("response_tokens", ()))),
         "preview": record.get("response", "")[:PREVIEW_LENGTH],
         "ending": record.get("response", "")[-PREVIEW_LENGTH:],
     }
@@ -164,9 +171,23 @@ def _total(record: Mapping[str, Any], name: str) -> float | None:
     return float(np.sum(record[name], dtype=np.float64)) if len(record.get(name, ())) else None
 
 
-def _worst_ratio(record: Mapping[str, Any]) -> dict[str, Any]:
+def repeated_fraction(tokens: Any) -> float | None:
+    """Which part of the runs of four tokens was there before: little in prose, most of them where a model says the same
+    again and again. None: there are too few tokens."""
+    if len(tokens) < len(RUN_FACTORS):
+        return None
+    runs = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens, np.int64), len(RUN_FACTORS)) @ RUN_FACTORS
+    return 1 - len(np.unique(runs)) / len(runs)
+
+
+def _generated(record: Mapping[str, Any], values: Any) -> Any:
+    """The values, of which each token has one, of those that were generated."""
+    return np.compress(np.asarray(record.get("generated", ()), bool), values)
+
+
+def _ratios(record: Mapping[str, Any]) -> dict[str, Any]:
     """Where the trainer is farthest from the engine that sampled: the ratio of the token's probabilities, its index in
-    the response and its text."""
+    the response and its text. And how far it is from 1 in each tenth of what was generated, in the mean."""
     trained = record.get("trained_logprobs", record.get("old_logprobs"))
     if trained is None or "logprobs" not in record or not np.any(record["generated"]):
         return {}
@@ -175,7 +196,14 @@ def _worst_ratio(record: Mapping[str, Any]) -> dict[str, Any]:
     lengths = record.get("response_chars")
     start = 0 if lengths is None else int(np.sum(lengths[:at]))
     text = None if lengths is None else record["response"][start : start + int(lengths[at])]
-    return {"worst_ratio": float(np.exp(log_ratio[at])), "worst_ratio_at": at, "worst_ratio_text": text}
+    deviation = np.abs(np.expm1(_generated(record, log_ratio)))
+    tenths = [part.mean() for part in np.array_split(deviation, TENTHS)] if len(deviation) >= TENTHS else None
+    return {
+        "worst_ratio": float(np.exp(log_ratio[at])),
+        "worst_ratio_at": at,
+        "worst_ratio_text": text,
+        "ratio_by_tenth": tenths,
+    }
 
 
 def _schema(rows: Sequence[Mapping[str, Any]]) -> pa.Schema:

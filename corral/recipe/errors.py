@@ -1,9 +1,13 @@
 """What a user can fix. The command line shows these as they are, without a traceback, and exits with code 2."""
 
 import logging
+import shlex
+import shutil
+import sys
 import unicodedata
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +41,28 @@ def without_controls(text: str) -> str:
 def _is_control(char: str) -> bool:
     # The two joiners are part of how Persian, Hindi and emoji are written.
     return unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp") and char not in "\u200c\u200d\n\t"
+
+
+def install_command(extra: str) -> str:
+    """The command that installs what an extra of Corral needs. Corral is on no index: pip takes the one that is
+    installed, of a wheel or of a clone, and reads the extra there. One that is only on Python's path is named by its
+    folder."""
+    from importlib.metadata import PackageNotFoundError, metadata
+
+    extras = list[str]()
+    with suppress(PackageNotFoundError):
+        extras = metadata("corral").get_all("Provides-Extra", [])
+    return pip_install(f"{'corral' if extra in extras else Path(__file__).parents[2]}[{extra}]")
+
+
+def pip_install(*words: str) -> str:
+    """The command that installs into this Python, which need not be the one that `pip` in a shell belongs to."""
+    python = Path(sys.executable)
+    is_in_shell = Path(shutil.which("pip") or "").parent == python.parent
+    with suppress(ValueError):
+        python = python.relative_to(Path.cwd())
+    pip = ["pip"] if is_in_shell else [str(python), "-m", "pip"]
+    return shlex.join([*pip, "install", *words])
 
 
 @contextmanager

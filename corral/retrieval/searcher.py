@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from corral.hub import model_files
-from corral.recipe.errors import UserError, first_line
+from corral.recipe.errors import UserError, first_line, install_command
 
 KINDS = ("bm25", "flat", "hnsw")
 RERANK_BATCH = 32
@@ -148,7 +148,7 @@ def retriever_extra() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise UserError(f"this needs {error.name}: pip install 'corral[retriever]'") from error
+        raise UserError(f"this needs {error.name}: {install_command('retriever')}") from error
 
 
 # --- the corpus

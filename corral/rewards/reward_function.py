@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 
 from corral.data.plugins import blamed_on, did_you_mean, is_spec, load_object
 from corral.data.rows import Message, Row
-from corral.recipe.errors import UserError
+from corral.recipe.errors import UserError, install_command
 
 MODULES = ("corral.rewards.scorers", "corral.rewards.question_answering", "corral.rewards.judge", "corral.rewards.code")
 """Where the built-in rewards are."""
@@ -111,7 +111,7 @@ def load_function(name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
             importlib.import_module(declared.needs)
         except ImportError as error:
             package = declared.needs.replace("_", "-")
-            raise UserError(f"the `{name}` reward needs {package}: pip install 'corral[{declared.extra}]'") from error
+            raise UserError(f"the `{name}` reward needs {package}: {install_command(declared.extra)}") from error
     _check_signature(declared.function, name, options)
     _try_out(declared, name, options)
     return declared.function

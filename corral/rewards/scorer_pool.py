@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -75,12 +76,13 @@ class ScorerPools:
         self.by_tag = by_tag
 
     @classmethod
-    def start(cls, environments: "Mapping[str, Environment]") -> "ScorerPools":
-        """Returns when every function is loaded, in all pools at the same time; or raises what is wrong with one."""
+    def start(cls, environments: "Mapping[str, Environment]", prints: Path | None = None) -> "ScorerPools":
+        """Returns when every function is loaded, in all pools at the same time; or raises what is wrong with one.
+        `prints`: file for what the functions print."""
         pools: list[ScorerPool] = []
 
         def make(variables: Sequence[str], reward: "Reward") -> ScorerPool:
-            pools.append(ScorerPool(reward, variables))
+            pools.append(ScorerPool(reward, variables, prints))
             return pools[-1]
 
         try:
@@ -227,14 +229,14 @@ class ScorerPool(WorkerPool[ScoringJob]):
 
     thread_name = "reward worker"
 
-    def __init__(self, reward: "Reward", variables: Iterable[str] = ()) -> None:
+    def __init__(self, reward: "Reward", variables: Iterable[str] = (), prints: Path | None = None) -> None:
         """`variables`: names of environment variables that the function gets, besides those that are no secret and the
         one that its option `api_key_variable` names."""
         check_name(reward.name)
         key = reward.options.get("api_key_variable")
         variables = [*variables, *([key] if isinstance(key, str) else [])]
         load = pickle.dumps((portable(reward.name), reward.options, reward.timeout_s))
-        super().__init__(f"reward `{reward.name}`", __name__, load, reward.workers, variables)
+        super().__init__(f"reward `{reward.name}`", __name__, load, reward.workers, variables, prints)
         self._reward = reward
         self._job_s = math.inf
         """Seconds that each of the last jobs took."""
@@ -279,7 +281,7 @@ class ScorerPool(WorkerPool[ScoringJob]):
         self._doorbell.close()
 
     def _make_process(self) -> WorkerProcess:
-        return WorkerProcess(self.module, CallMark(), self.variables)
+        return WorkerProcess(self.module, CallMark(), self.variables, self.prints)
 
     def _serve_job(self, worker: WorkerProcess, job: ScoringJob) -> WorkerProcess:
         """Resolve the future of the job and of some more, or put back what was not begun."""

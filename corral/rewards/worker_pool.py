@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from corral.child_process import (
@@ -179,18 +180,27 @@ class WorkerProcess(WorkerConnection):
     Belongs to the thread that made it: Linux kills the process when that thread ends (see `die_with_parent`).
     """
 
-    def __init__(self, module: str, mark: CallMark | None = None, variables: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        module: str,
+        mark: CallMark | None = None,
+        variables: Iterable[str] = (),
+        prints: Path | None = None,
+    ) -> None:
         """`mark`: where a process with several calls at once says which of them computes. `variables`: names of
-        environment variables that it gets besides those that are no secret."""
+        environment variables that it gets besides those that are no secret. `prints`: file for what it prints; None:
+        where this process prints its errors."""
         connection, theirs = socket.socketpair()
         super().__init__(connection)
-        self.mark, self._variables = mark, variables
+        self.mark, self._variables, self._prints = mark, variables, prints
         with theirs:
             self._process = self._start(module, [theirs.fileno(), *([] if mark is None else [mark.descriptor])])
 
     def _start(self, module: str, descriptors: list[int]) -> "subprocess.Popen[bytes]":
         command, variables = worker_command(sys.executable, module, descriptors), allowed_environment(self._variables)
-        return start_child(command, pass_fds=descriptors, stdout=2, env=variables)
+        with contextlib.nullcontext() if self._prints is None else self._prints.open("ab") as file:
+            output: Any = 2 if file is None else file
+            return start_child(command, pass_fds=descriptors, stdout=output, stderr=output, env=variables)
 
     def kill(self) -> None:
         signal_group(self._process.pid)
@@ -239,14 +249,23 @@ class WorkerPool(ABC, Generic[Job]):
     kills it). When something is wrong with all workers, every job that waits or comes gets that error.
 
     `label` names what they run, for errors; `module` is that of their `main`; `load` is their first message;
-    `variables` are names of environment variables that they get besides those that are no secret.
+    `variables` are names of environment variables that they get besides those that are no secret; `prints` is a file
+    for what they print.
     """
 
     thread_name = "worker"
 
-    def __init__(self, label: str, module: str, load: bytes, num_workers: int, variables: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        label: str,
+        module: str,
+        load: bytes,
+        num_workers: int,
+        variables: Iterable[str] = (),
+        prints: Path | None = None,
+    ) -> None:
         self.label, self.module, self.load, self.num_workers = label, module, load, num_workers
-        self.variables = tuple(variables)
+        self.variables, self.prints = tuple(variables), prints
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._alive: set[WorkerProcess] = set()
@@ -261,7 +280,7 @@ class WorkerPool(ABC, Generic[Job]):
         """Do a job; returns the worker for the next one."""
 
     def _make_process(self) -> WorkerProcess:
-        return WorkerProcess(self.module, variables=self.variables)
+        return WorkerProcess(self.module, variables=self.variables, prints=self.prints)
 
     @abstractmethod
     def _fail(self, job: Job, error: Exception) -> None:
@@ -336,7 +355,8 @@ class WorkerPool(ABC, Generic[Job]):
                 if not self._loaded.done():
                     self._loaded.set_result(reply)
             return worker
-        raise UserError(f"{self.label}: its process died {START_ATTEMPTS} times while loading it: it {ended}")
+        where = "" if self.prints is None else f"; what it printed is in {self.prints}"
+        raise UserError(f"{self.label}: its process died {START_ATTEMPTS} times while loading it: it {ended}{where}")
 
     def _idle_worker(self, worker: WorkerProcess) -> WorkerProcess:
         """This worker, or a new one if it died after its last job, which is not the next job's fault."""
@@ -372,7 +392,7 @@ def drained(items: "queue.SimpleQueue[Item | None]") -> Iterator[Item]:
                 yield item
 
 
-# --- inside a worker process. It holds no state that matters; what the user's code prints goes to the run's stderr
+# --- inside a worker process. It holds no state that matters
 
 
 @dataclass(frozen=True)

@@ -79,9 +79,13 @@ class ProcessEngine:
         log: Path | None = None,
         environment: Mapping[str, str] = MappingProxyType({}),
         silence_s: float = 300.0,
+        model_of_restarts: str | None = None,
     ) -> None:
-        """`silence_s`: seconds without any sign of life, after which the process is killed."""
+        """`silence_s`: seconds without any sign of life, after which the process is killed. `model_of_restarts`: what a
+        process that takes the place of this one loads before it gets the weights. A run that was resumed begins with a
+        checkpoint, which it may have removed by then. None: the same."""
         self.silence_s, self.hang = silence_s, ""
+        self.model_of_restarts = model_of_restarts or settings.model
         self.settings, self.tokenizer, self.skeleton, self.device = settings, tokenizer, skeleton, device
         self.max_sequences = settings.max_sequences
         self.is_reproducible = settings.name == "native" and device.type != "cuda"
@@ -115,6 +119,8 @@ class ProcessEngine:
             raise
 
     def _start(self) -> None:
+        # vLLM's sockets; what a killed process leaves there goes with the folder.
+        own_variables = {"VLLM_RPC_BASE_PATH": str(self.folder), **self.environment}
         search_path = os.pathsep.join([str(self.folder), *filter(None, [os.environ.get("PYTHONPATH")])])
         own, other = socket.socketpair()
         with other, self.log.open("ab") as log:
@@ -123,7 +129,7 @@ class ProcessEngine:
                     [self.python, "-m", "corral.rollout.engine_process", str(other.fileno()), str(self.folder)],
                     stdout=log,
                     stderr=log,
-                    env={**engine_environment(os.environ), **self.environment, "PYTHONPATH": search_path},
+                    env={**engine_environment(os.environ), **own_variables, "PYTHONPATH": search_path},
                     pass_fds=[other.fileno()],
                 )
             except OSError as error:
@@ -134,9 +140,7 @@ class ProcessEngine:
         self.wire, self.hang = Connection(own.detach()), ""
         try:
             self.wire.send(self.settings)
-            if not self.wire.poll(START_S):
-                raise RunError(self._with_log(f"was not ready after {START_S:g} s"))
-            ready: Ready = self.wire.recv()
+            ready = self._wait_until_ready()
         except (EOFError, OSError):
             raise EngineLost(self._why_it_ended()) from None
         if ready.error is not None:
@@ -144,6 +148,17 @@ class ProcessEngine:
         self.lost = None
         self.reader = threading.Thread(target=self._read, name="corral-engine-wire", daemon=True)
         self.reader.start()
+
+    def _wait_until_ready(self) -> Ready:
+        """It says nothing until it is, so whether it hangs is known from what it computes and reads alone."""
+        watch = EngineWatch(self.process.pid)
+        deadline = time.monotonic() + START_S
+        while not self.wire.poll(HEARTBEAT_S):
+            if time.monotonic() > deadline:
+                raise RunError(self._with_log(f"was not ready after {START_S:g} s"))
+            self._kill_if_it_hangs(*watch.look(has_calls=False))
+        ready: Ready = self.wire.recv()
+        return ready
 
     def _why_it_ended(self) -> str:
         exit_status = describe_exit(terminate_group(self.process))
@@ -301,6 +316,7 @@ class ProcessEngine:
 
     def _start_with(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """A process that dies while it starts is started again, too."""
+        self.settings = replace(self.settings, model=self.model_of_restarts)
         for attempt in range(1, START_ATTEMPTS + 1):
             try:
                 self._start()

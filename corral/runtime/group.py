@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar, TypeVarTuple, overload
 
+from corral.observe.run_folder import PRINTS
 from corral.recipe.errors import RunError
 from corral.recipe.mesh import MeshShape
 from corral.recipe.placement import Placement
@@ -246,6 +247,8 @@ class LocalRuntime(Runtime):
         self.services = Services(recipe.cluster.services, logs)
         self.timeout_s = recipe.cluster.call_timeout_s
         self.worker = Worker(0, 1, "127.0.0.1", timeout_s=self.timeout_s, threads=recipe.train.threads)
+        # A worker of Ray prints to its own log; this one to what the user looks at.
+        self.worker.context.prints = logs / PRINTS if logs.is_dir() else None
         self.groups = {}
 
     async def build(

@@ -21,7 +21,7 @@ from typing import Any
 
 from corral.child_process import describe_exit
 from corral.observe.run_files import write_atomically
-from corral.recipe.errors import RunError, UserError
+from corral.recipe.errors import RunError, UserError, install_command
 from corral.recipe.memory import GIB
 from corral.recipe.mesh import MeshShape
 from corral.recipe.placement import MESH_ROLES, Placement, check_ipc_of_gpus, role_mesh
@@ -32,7 +32,7 @@ from corral.runtime.worker import BUILDER, Worker
 try:
     import ray
 except ImportError as error:
-    raise UserError("`cluster.runtime: ray` needs Ray: pip install 'corral[cluster]'") from error
+    raise UserError(f"`cluster.runtime: ray` needs Ray: {install_command('cluster')}") from error
 
 from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import remove_placement_group

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from corral.data.plugins import error_line
-from corral.recipe.errors import UserError
+from corral.recipe.errors import UserError, install_command
 
 if TYPE_CHECKING:
     from corral.runtime.nodes import Node
@@ -31,7 +31,6 @@ DebuggerKind = Literal["debugpy", "legacy"]
 NAMESPACE = b"corral-debugger"
 LOOPBACK = "127.0.0.1"
 LOOK_EVERY_S = 1.0
-NO_DEBUGPY = "needs debugpy, which is not installed there: pip install 'corral[debug]'"
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,13 @@ def has_legacy_debugger() -> bool:
 def check_debugger(options: DebuggerOptions, nodes: Sequence["Node"]) -> None:
     """Raises a UserError where a debugger that was asked for cannot be opened."""
     if options.post_mortem and (lacking := [str(node) for node in nodes if node.facts.debugger is None]):
-        raise UserError(f"--post-mortem on {', '.join(lacking)} {NO_DEBUGPY}")
+        raise UserError(f"--post-mortem on {', '.join(lacking)} {no_debugpy()}")
     if options.insecure:
         options.warn("--insecure: whoever reaches a worker's debugger, which has no password, can run anything as you")
+
+
+def no_debugpy() -> str:
+    return f"needs debugpy, which is not installed there: {install_command('debug')}"
 
 
 # --- in the worker
@@ -91,7 +94,9 @@ class WorkerDebugger:
 
     def on_breakpoint(self, *_: Any, **__: Any) -> None:
         if self.kind is None:
-            raise RuntimeError(f"breakpoint() in a worker {NO_DEBUGPY}. With `corral train --debug` all is one process")
+            raise RuntimeError(
+                f"breakpoint() in a worker {no_debugpy()}. With `corral train --debug` all is one process"
+            )
         frame = sys._getframe(1)
         why = f"breakpoint() in {frame.f_code.co_name}, {frame.f_code.co_filename}:{frame.f_lineno}"
         if self.kind == "legacy":

@@ -88,7 +88,7 @@ class RolloutWorker(Role):
             self.engine = process_engine(context, recipe, model, tokenizer, path)
         self.driver = RolloutDriver(
             engine=self.engine,
-            envs=EnvSet(recipe.tagged_environments, pools.by_tag, recipe.rollout),
+            envs=EnvSet(recipe.tagged_environments, pools.by_tag, recipe.rollout, context.prints),
             chat=ChatRenderer(tokenizer, recipe.data.chat),
             max_turns=recipe.rollout.max_turns,
             max_prompt_tokens=recipe.data.max_prompt_tokens,
@@ -345,6 +345,7 @@ def process_engine(context: WorkerContext, recipe: Recipe, skeleton: Any, tokeni
         log=log,
         environment=environment,
         silence_s=recipe.cluster.worker_timeout_s,
+        model_of_restarts=model_source(model.path),
     )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from corral.data.batch import Batch, FloatArray
-from corral.recipe.errors import RunError, UserError
+from corral.recipe.errors import RunError, UserError, install_command
 from corral.recipe.schema import TeacherEndpoint
 from corral.runtime.group import gather_calls
 
@@ -33,7 +33,7 @@ class EndpointTeacher:
         try:
             import httpx
         except ImportError as error:
-            raise UserError("reference.endpoint needs an extra: pip install 'corral[judge]'") from error
+            raise UserError(f"reference.endpoint needs an extra: {install_command('judge')}") from error
         variable = settings.api_key_variable
         if variable is not None and not os.environ.get(variable):
             raise UserError(f"reference.endpoint.api_key_variable: the environment variable {variable} is not set")

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from corral.recipe.errors import RunError, UserError, first_line
+from corral.recipe.errors import RunError, UserError, first_line, install_command
 from corral.rollout.engine import WeightLayout
 from corral.runtime.network import open_store
 from corral.training.replicas import make_group
@@ -483,7 +483,7 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise UserError("cluster.transfer: `object` needs an extra: pip install 'corral[cluster]'") from error
+        raise UserError(f"cluster.transfer: `object` needs an extra: {install_command('cluster')}") from error
     return ray
 
 

@@ -57,6 +57,8 @@ class WorkerContext:
     """Whether another process takes this one's place when it ends."""
     replicas: Replicas | None = None
     """The connection to workers with other copies of the same models, where there are several."""
+    prints: Path | None = None
+    """File for what rewards and environments in processes of their own print. None: where this process prints."""
     roles: dict[str, Any] = field(default_factory=dict)
     """Roles that were built here before, by name."""
 
@@ -211,7 +213,7 @@ def build_role(role: str, context: WorkerContext, recipe: Recipe, resume_from: P
     policy_path = recipe.model.path if resume_from is None else str(resume_from)
     match role:
         case "rewards":
-            pools = ScorerPools.start(environments_with_rewards(recipe))
+            pools = ScorerPools.start(environments_with_rewards(recipe), context.prints)
             try:
                 # Made once for nothing, so that a mistake in an environment is known before any model is loaded.
                 EnvSet(recipe.tagged_environments, pools.by_tag, recipe.rollout).close()

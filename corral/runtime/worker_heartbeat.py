@@ -174,10 +174,16 @@ class EngineWatch:
         stats = {pid: stat for pid in pids if (stat := read_stat(pid)) is not None and stat.group == self.pid}
         before, self.cpu_ticks = self.cpu_ticks, sum(stat.cpu_ticks for stat in stats.values())
         is_busy = self.cpu_ticks - before > BUSY_FRACTION * passed_s * TICKS_PER_S
-        return is_busy or any(map(waits_for_disk, stats))
+        # While it starts there are no messages, and on a busy machine it may wait for a core for longer than the limit.
+        return is_busy or any(waits_for_disk(pid) or has_thread(pid, "R") for pid in stats)
 
 
 def waits_for_disk(pid: int) -> bool:
     """Whether one of its threads waits for the kernel, which is busy with a disk or a network file system."""
+    return has_thread(pid, "D")
+
+
+def has_thread(pid: int, state: str) -> bool:
+    """Whether one of its threads is in this state, as /proc has it; R: it would compute, if a core were free."""
     stats = (read_stat(pid, int(thread.name)) for thread in Path(f"/proc/{pid}/task").glob("*"))
-    return any(stat is not None and stat.state == "D" for stat in stats)
+    return any(stat is not None and stat.state == state for stat in stats)

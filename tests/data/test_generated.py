@@ -1,12 +1,16 @@
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import write_recipe
 
 from corral.data.rows import Row
 from corral.data.sources import load_rows
+from corral.model.families import checked_plan
 from corral.recipe.errors import UserError
+from corral.recipe.load import load_recipe
 from corral.recipe.schema import Data, Source
 
 
@@ -94,6 +98,13 @@ def test_what_arithmetic_can_not_do_is_an_error(
 ) -> None:
     with pytest.raises(UserError, match=message):
         load(path, size=size, **options)
+
+
+def test_a_plan_says_which_part_has_fewer_questions_than_are_asked_for(tmp_path: Path, tiny_model: Path) -> None:
+    source = "data.validation={path: 'arithmetic:addition', size: 16, options: {digits: 1, part: validation}}"
+    recipe = load_recipe(write_recipe(tmp_path, tiny_model), [source])
+    with pytest.raises(UserError, match=r"data.validation: arithmetic:addition has only 8 different questions"):
+        checked_plan(recipe)
 
 
 def test_reasoning_gym_rows_carry_what_their_scorer_needs() -> None:

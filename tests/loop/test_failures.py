@@ -1,5 +1,6 @@
 """Failure is data: what fails costs what it must, is written down, and says why if the run has to end."""
 
+import io
 import os
 import resource
 import socket
@@ -15,6 +16,10 @@ from deadlines import within
 from runs import rows_of, same_outcome, steps_of, train_here, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from corral.loop.train import train
+from corral.model.families import checked_plan
+from corral.observe.console import Console
+from corral.recipe.load import load_recipe
 from corral.training.checkpoint import problem_with, step_folder
 
 REWARDS = '''
@@ -53,6 +58,12 @@ def is_huge_in_step_2(response, calls):
 
 def is_huge(response, calls):
     return share(response) * 1e30
+
+def prints(response, calls):
+    import sys
+    print("seen", repr(response))
+    print("twice", file=sys.stderr)
+    return share(response)
 '''
 
 
@@ -65,6 +76,20 @@ def reward(folder: Path, name: str) -> tuple[str, ...]:
 
 
 # --- rewards
+
+
+def test_what_a_reward_prints_is_in_a_log_and_counted_on_the_console(
+    tmp_path: Path, tiny_model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load_recipe(write_recipe(tmp_path, tiny_model), reward(tmp_path, "prints"))
+    out = io.StringIO()
+    folder = train(recipe, checked_plan(recipe), Console(out))
+    printed = (folder / "logs" / "prints.log").read_text()
+    assert printed.count("seen ") == printed.count("twice\n") == 1 + 2 * 16  # one call before the model is loaded
+    first, last = (line for line in out.getvalue().splitlines() if "prints.log" in line)
+    assert first == f"printed by rewards or environments: 34 lines in {folder}/logs/prints.log"
+    assert last.split() == ["prints", "66", "lines", "in", f"{folder}/logs/prints.log"]
+    assert "twice" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize(

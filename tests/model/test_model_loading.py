@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from transformers.utils.logging import enable_progress_bar
 
 from corral.model import model_loading
 from corral.model.fused_layers import unfuse
@@ -26,6 +27,7 @@ from corral.model.model_loading import (
     load_model,
     load_to_shard,
     load_tokenizer,
+    model_source,
     read_chat_template,
     resolve_dtype,
     serialize_convolutions,
@@ -84,6 +86,14 @@ def test_the_garbage_collector_pauses_while_transformers_is_imported_and_is_as_b
 def test_the_name_of_a_template_argument_is_a_name() -> None:
     with pytest.raises(ValueError, match="pattern"):
         Model(path="x", chat_template_arguments={"a %}{{ 1": 2})
+
+
+def test_bars_of_reading_and_writing_weights_are_hidden(
+    tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    enable_progress_bar()
+    load_model(Model(path=str(tiny_model)), torch.device("cpu")).save_pretrained(tmp_path)
+    assert capfd.readouterr().err == ""
 
 
 def test_the_configuration_is_changed_and_saved(tiny_model: Path, tmp_path: Path) -> None:
@@ -225,3 +235,15 @@ def test_whatever_a_folder_says_a_model_is_it_is_loaded_or_refused_in_one_line(
     with pytest.raises(UserError, match=problem) as raised:
         end_tokens(load_model(model, torch.device("cpu")), load_tokenizer(model))
     assert "\n" not in str(raised.value)
+
+
+def test_a_name_that_no_hub_could_have_is_not_looked_for_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, expected in (
+        ("nope", "there is no folder nope, and names on the hub are OWNER/NAME"),
+        ("smollm2-135m", "there is no folder smollm2-135m, .*; did you mean smollm2-135m-instruct"),
+        ("runs/nope/model", "runs/nope/model is not a folder"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            model_source(name)
+    assert [model_source(name) for name in ("gpt2", "owner/name")] == ["gpt2", "owner/name"]

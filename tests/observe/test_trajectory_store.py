@@ -11,7 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from corral.observe.trajectory_store import DETAILS, TrajectoryStore, TrajectoryWriter, read_trajectories
+from corral.observe.trajectory_store import (
+    DETAILS,
+    TrajectoryStore,
+    TrajectoryWriter,
+    read_trajectories,
+    repeated_fraction,
+)
 from corral.recipe.errors import UserError
 
 HOSTILE = "<script>alert(1)</script>\x1b[2J\0\r\n\u202egnp.exe\u2028 \N{PILE OF POO}" + "x" * 100_000
@@ -243,6 +249,8 @@ def test_a_summary_has_ids_rewards_lengths_and_the_beginning_of_the_text(tmp_pat
         "worst_ratio": None,
         "worst_ratio_at": None,
         "worst_ratio_text": None,
+        "ratio_by_tenth": None,
+        "repeats": None,
         "question": None,
         "answer": None,
         "preview": "2",
@@ -297,3 +305,22 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, is_old: bool) 
         for read in (lambda: store.summaries(1), lambda: store.trajectory(1, last), lambda: list(store.records(1))):
             with pytest.raises(UserError, match=path.name):
                 read()
+
+
+def test_what_is_said_again_is_counted() -> None:
+    assert repeated_fraction([1, 2, 3]) is None
+    assert repeated_fraction(range(1000)) == 0
+    assert repeated_fraction([7] * 103) == 0.99
+    assert repeated_fraction([1, 2, 3, 4] * 10) == pytest.approx(1 - 4 / 37)
+
+
+def test_the_ratio_is_known_for_each_tenth_of_what_was_generated(tmp_path: Path) -> None:
+    drifted = {
+        "response_tokens": [5] * 41,
+        "generated": [1] * 20 + [0] + [1] * 20,
+        "logprobs": [-1.0] * 41,
+        "trained_logprobs": [-1.0] * 37 + [-1.0 + np.log(2)] * 4,
+    }
+    TrajectoryWriter(tmp_path).write(1, [{**record(), **drifted}])
+    [found] = TrajectoryStore(tmp_path).summaries(1)
+    assert found["ratio_by_tenth"] == pytest.approx([0] * 9 + [1])

@@ -11,6 +11,8 @@ import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,22 +210,30 @@ def test_a_killed_process_fails_what_waits_for_it_and_one_that_is_killed_while_i
         with pytest.raises(EngineLost, match="killed by signal 9"):
             await engine.generate(PROMPTS[0], Sampling(max_tokens=2), 0)
 
-    def kill_next() -> None:
-        while engine.process.pid in killed:
-            time.sleep(0.001)
-        killed.append(engine.process.pid)
-        os.kill(engine.process.pid, signal.SIGKILL)
-
-    killed = [engine.process.pid]
     asyncio.run(run())
-    thread = threading.Thread(target=kill_next)
-    thread.start()
-    engine.restart_and_load((), 3)
-    thread.join()
+    engine.settings = replace(engine.settings, model="a checkpoint that is gone")
+    with hit_while_it_starts(engine, signal.SIGKILL):
+        engine.restart_and_load((), 3)
     assert engine.version == 3
-    assert len(killed) == 2
-    assert engine.process.pid not in killed
     assert asyncio.run(engine.generate(PROMPTS[0], Sampling(max_tokens=2), 0)).tokens
+
+
+@contextmanager
+def hit_while_it_starts(engine: ProcessEngine, number: signal.Signals) -> Iterator[None]:
+    """The process that takes the place of this one, so that another has to be started in its place."""
+
+    def hit_next() -> None:
+        while engine.process.pid == before:
+            time.sleep(0.001)
+        hit.append(engine.process.pid)
+        os.kill(engine.process.pid, number)
+
+    before, hit = engine.process.pid, list[int]()
+    thread = threading.Thread(target=hit_next)
+    thread.start()
+    yield
+    thread.join()
+    assert engine.process.pid not in (before, *hit)
 
 
 @pytest.mark.deadline("the process must be stopped before it has generated all that it is asked for")
@@ -255,7 +265,8 @@ def test_a_process_that_hangs_is_killed_and_whoever_waits_for_it_knows(
     asyncio.run(while_it_generates())
     engine.restart_and_load(weights.items(), 3)
     with_weights()
-    engine.restart_and_load(weights.items(), 4)
+    with hit_while_it_starts(engine, signal.SIGSTOP):
+        engine.restart_and_load(weights.items(), 4)
     assert asyncio.run(engine.generate(PROMPTS[0], Sampling(max_tokens=2), 0)).versions == [4, 4]
     engine.silence_s = 300.0
 

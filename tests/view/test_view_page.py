@@ -162,6 +162,34 @@ def test_rewards_over_the_run_lead_to_samples(page: Browser, address: str) -> No
     page.wait("location.hash === '#/run/done/step/2/3'")
 
 
+def test_parts_of_the_reward_repeats_and_ratios_by_position_are_drawn(page: Browser, tmp_path: Path) -> None:
+    run = write_run(tmp_path, "parts")
+    recipe = "environment: {rewards: {right: {name: exact, weight: 2}, long: {name: exact, weight: -0.5}}}\n"
+    (run / "recipe.yaml").write_text((run / "recipe.yaml").read_text() + recipe)
+    (run / "metrics.jsonl").write_text("")
+    metrics = MetricsFile(run / "metrics.jsonl")
+    for step in range(1, 5):
+        rewards = {"reward/right/mean": step / 4, "reward/long/mean": 1.0}
+        metrics.log(step, metrics_of(step) | rewards | {"samples/repeats": step / 10})
+    tokens = {"response_tokens": [5] * 20, "generated": [1] * 20, "logprobs": [-1.0] * 20}
+    drifted = {"trained_logprobs": [-1.0] * 18 + [-0.5] * 2}
+    TrajectoryWriter(run / "trajectories").write(2, [record(0, 0, 1.0) | tokens | drifted])
+    with served(tmp_path) as own:
+        go(page, f"{own}/#/run/parts", "What the reward is the sum of")
+        figure = "[...document.querySelectorAll('figure')].find(one => one.innerText.includes('{}'))"
+        parts = figure.format("What the reward is the sum of")
+        assert "long × -0.5" in page.run(f"{parts}.innerText")
+        assert page.run(f"{parts}.querySelector('.bar title').textContent") == "step 1\nlong × -0.5 -0.5\nright × 2 0.5"
+        assert page.run(f"[...{parts}.querySelectorAll('.bar')].at(-1).querySelectorAll('rect').length") == 2
+        assert "40 %" in page.run(f"{figure.format('samples/repeats')}.textContent")
+        go(page, f"{own}/#/run/parts/step/2", "Tokens with the largest ratio")
+        assert "repeats 94 %" in page.run("document.querySelector('.facts').innerText").replace("\n", " ")
+        click(page, "details summary")
+        titles = f"[...{figure.format('by position in the reply')}.querySelectorAll('rect title')]"
+        assert page.run(f"{titles}.at(-1).textContent") == "90–100 %: 0.649"
+        page.open("about:blank")
+
+
 def test_the_worst_token_and_the_slowest_sample_of_a_step_are_links(page: Browser, address: str) -> None:
     go(page, f"{address}/#/run/done/step/2", "Tokens with the largest ratio: 1.45")
     facts = page.run("document.querySelector('.facts').innerText").replace("\n", " ")

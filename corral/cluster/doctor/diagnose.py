@@ -25,7 +25,7 @@ from corral.cluster.doctor.node_inspector import (
     same_for_all,
 )
 from corral.cluster.node_report import device_vendor
-from corral.recipe.errors import UserError, first_line
+from corral.recipe.errors import UserError, first_line, install_command
 from corral.recipe.placement import runs_on_ray
 from corral.recipe.plan import Plan
 from corral.recipe.schema import WeightedReward
@@ -62,7 +62,7 @@ def diagnose(options: DoctorOptions, address: str | None, everywhere: bool, here
         from corral.runtime.connection import find_cluster
     except ImportError as error:
         if must_exist:
-            raise UserError("a cluster needs Ray: pip install 'corral[cluster]'") from error
+            raise UserError(f"a cluster needs Ray: {install_command('cluster')}") from error
         return diagnose_here(options)
     try:
         if not must_exist and find_cluster(None) is None:

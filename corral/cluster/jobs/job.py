@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from corral.cluster.gcs import format_table
 from corral.cluster.identity import own_addresses
 from corral.observe.console import duration
-from corral.recipe.errors import RunError, UserError, first_line
+from corral.recipe.errors import RunError, UserError, first_line, install_command
 from corral.runtime.membership import find_membership, own_memberships
 from corral.runtime.network import answers, is_loopback, is_numeric
 from corral.runtime.token import use_token_of
@@ -29,7 +29,7 @@ try:
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 except ImportError as error:
-    raise UserError("jobs need Ray: pip install 'corral[cluster]'") from error
+    raise UserError(f"jobs need Ray: {install_command('cluster')}") from error
 
 FOLDER_KEY, RESUME_KEY = "corral_run_folder", "corral_resume"  # of a job's metadata
 OPEN_STATES = ("pending", "running")

@@ -14,13 +14,13 @@ from typing import Any, Literal, NamedTuple
 from corral.data.plugins import error_line
 from corral.envs.base import BlockingEnv
 from corral.envs.games import Game, GameBase, Move
-from corral.recipe.errors import UserError
+from corral.recipe.errors import UserError, install_command
 
 try:
     import gymnasium
     from gymnasium.utils import seeding
 except ImportError as error:
-    raise UserError("the environment `gymnasium` needs gymnasium: pip install 'corral[gymnasium]'") from error
+    raise UserError(f"the environment `gymnasium` needs gymnasium: {install_command('gymnasium')}") from error
 
 
 class ToyTextGame(NamedTuple):

@@ -5,8 +5,9 @@ import { chartMenu } from "./chart_files.js";
 import { h, number, plain, replace, s } from "./dom.js";
 import { t } from "./language.js";
 
-/** Bars of a value for each step, one part above the other. `parts`: [{name, values}], aligned with `steps`. */
-export function stackedBars(title, getData, settings, onStep) {
+/** Bars of a value for each step, one part above the other, negative ones below zero. `parts`: [{name, values}], aligned
+ * with `steps`. */
+export function stackedBars(title, getData, settings, onStep, unit = " s") {
   const svg = s("svg", { class: "chart", role: "img", "aria-label": plain(title), height: HEIGHT });
   const legend = h("div", { class: "legend" });
   const getSeries = () => {
@@ -40,30 +41,35 @@ export function stackedBars(title, getData, settings, onStep) {
       inRange.slice(index * perBar, (index + 1) * perBar),
     );
     const mean = (part, bar) => bar.reduce((sum, [, index]) => sum + (part.values[index] ?? 0), 0) / bar.length;
-    const highest = max(bars.map((bar) => parts.reduce((sum, part) => sum + mean(part, bar), 0))) || 1;
-    const y = (value) => MARGIN.top + (1 - value / highest) * (HEIGHT - MARGIN.top - MARGIN.bottom);
+    const sumOf = (bar, sign) => parts.reduce((sum, part) => sum + sign * Math.max(0, sign * mean(part, bar)), 0);
+    const [lowest, highest] = [min(bars.map((bar) => sumOf(bar, -1))), max(bars.map((bar) => sumOf(bar, 1)))];
+    const whole = highest - lowest || 1;
+    const y = (value) => MARGIN.top + ((lowest + whole - value) / whole) * (HEIGHT - MARGIN.top - MARGIN.bottom);
     const slot = (width - MARGIN.left - MARGIN.right) / bars.length;
     svg.setAttribute("width", width);
     svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
-    const marks = axisMarks(width, ticks(0, highest, 4), y, [], (value) => `${number(value, 3)} s`);
+    const marks = axisMarks(width, ticks(lowest, lowest + whole, 4), y, [], (value) => `${number(value, 3)}${unit}`);
     const every = Math.ceil(bars.length / (width / 60));
     const drawn = bars.map((bar, index) => {
-      let sum = 0;
+      const sums = { above: 0, below: 0 };
       const x = MARGIN.left + index * slot + slot * 0.12;
       const name = bar.length > 1 ? `${bar[0][0]}–${bar.at(-1)[0]}` : String(bar[0][0]);
-      const words = parts.map((part) => `${t(part.name)} ${number(mean(part, bar), 3)} s`).join("\n");
+      const words = parts.map((part) => `${t(part.name)} ${number(mean(part, bar), 3)}${unit}`).join("\n");
       return s(
         "g",
         { class: "bar", onclick: () => onStep?.(bar[0][0]) },
         s("title", {}, `${t("step {}").replace("{}", name)}\n${words}`),
         parts.map((part, number_) => {
           const value = mean(part, bar);
-          sum += value;
+          const side = value < 0 ? "below" : "above";
+          const from = sums[side];
+          sums[side] += value;
+          const top = y(Math.max(from, sums[side]));
           return s("rect", {
             x,
             width: bars.length > 100 ? slot + 0.5 : slot * 0.76, // many bars are an area, not a comb
-            y: y(sum),
-            height: Math.max(0, y(sum - value) - y(sum)),
+            y: top,
+            height: Math.max(0, y(Math.min(from, sums[side])) - top),
             class: `fill-${number_ % COLORS}`,
           });
         }),
@@ -178,6 +184,30 @@ function correlation(samples) {
   const both = mean((one) => (one.reward - reward) * (one.length - length));
   const spread = Math.sqrt(mean((one) => (one.reward - reward) ** 2) * mean((one) => (one.length - length) ** 2));
   return spread > 1e-12 ? both / spread : null;
+}
+
+/** How far ratios are from 1 in each tenth of the replies, in the mean of the samples. */
+export function ratioByTenth(samples) {
+  const known = samples.map((one) => one.ratio_by_tenth).filter(Boolean);
+  if (!known.length) return null;
+  const means = known[0].map((_, tenth) => known.reduce((sum, own) => sum + (own[tenth] ?? 0), 0) / known.length);
+  const highest = max(means) || 1;
+  const tall = HEIGHT - MARGIN.top - MARGIN.bottom;
+  const slot = (WIDTH - MARGIN.left - MARGIN.right) / means.length;
+  const y = (value) => MARGIN.top + (1 - value / highest) * tall;
+  const down = means.map((_, tenth) => [MARGIN.left + (tenth + 0.5) * slot, `${10 * (tenth + 1)} %`]);
+  return picture(
+    t("Distance of ratios from 1, by position in the reply"),
+    "",
+    axisMarks(WIDTH, ticks(0, highest, 4), y, down),
+    means.map((value, tenth) =>
+      s(
+        "rect",
+        { x: MARGIN.left + (tenth + 0.12) * slot, width: slot * 0.76, y: y(value), height: y(0) - y(value), class: "fill-0" },
+        s("title", {}, `${10 * tenth}–${10 * (tenth + 1)} %: ${number(value, 3)}`),
+      ),
+    ),
+  );
 }
 
 export function histogram(values, width = 320, height = 90) {

@@ -6,7 +6,7 @@ import { get, listen, stepName } from "./data.js";
 import { duration, h, link, messageOf, number, plain, replace, shown, table } from "./dom.js";
 import { t } from "./language.js";
 import { scores, stateChip } from "./page_runs.js";
-import { constantsOf, healthOf, metricsOf, namesOf, PANELS, SECTIONS, seriesOf, timesOf } from "./panels.js";
+import { constantsOf, healthOf, metricsOf, namesOf, PANELS, rewardPartsOf, SECTIONS, seriesOf, timesOf } from "./panels.js";
 import { placementPicture } from "./placement.js";
 
 const TABS = ["curves", "steps", "recipe", "plan", "workers", "logs", "ledger"];
@@ -76,7 +76,7 @@ export async function runPage(id, tab = "curves", more) {
   }
 
   const draw = {
-    curves: () => curves(id, () => metrics, settings, openStep, address),
+    curves: () => curves(id, () => metrics, detail.recipe, settings, openStep, address),
     steps: () => steps(detail, metrics, address),
     recipe: () => text(detail.texts.recipe),
     plan: () => [placementPicture(detail.placement), text(detail.texts.plan)],
@@ -153,7 +153,7 @@ export async function runPage(id, tab = "curves", more) {
   };
 }
 
-function curves(id, getMetrics, settings, openStep, address) {
+function curves(id, getMetrics, recipe, settings, openStep, address) {
   const window_ = h("input", {
     type: "range",
     min: 0,
@@ -188,6 +188,13 @@ function curves(id, getMetrics, settings, openStep, address) {
   });
   const rewards = h("section", {});
   drawRewards(id, rewards, openStep, address);
+  const parts = stackedBars(
+    t("What the reward is the sum of"),
+    () => rewardPartsOf(getMetrics(), recipe),
+    settings,
+    openStep,
+    "",
+  ).element;
   const times = stackedBars(
     t("Where the time of a step goes"),
     () => timesOf(getMetrics()),
@@ -238,6 +245,7 @@ function curves(id, getMetrics, settings, openStep, address) {
     ),
     getMetrics().steps.length ? null : h("p", { class: "quiet" }, t("Nothing was measured yet.")),
     sections.slice(0, 1),
+    h("div", { class: "charts" }, parts),
     rewards,
     sections.slice(1),
     h("div", { class: "charts" }, times),

@@ -1,6 +1,6 @@
 // A step: its groups as rows of samples, its pairs or its rows; the distribution of what they got; filters.
 
-import { histogram, rewardRange } from "./bars.js";
+import { histogram, ratioByTenth, rewardRange } from "./bars.js";
 import { get, getKept } from "./data.js";
 import { h, link, number, plain, replace, shown, table } from "./dom.js";
 import { t } from "./language.js";
@@ -22,6 +22,7 @@ const KINDS = {
       ["mean reward", number(meanOf(rewardsOf(samples)), 4)],
       ["zero-variance groups", groups.filter((group) => group.samples.length > 1 && group.spread === 0).length],
       ["errors", samples.filter((one) => one.error).length],
+      ["repeats", percentOf(meanOf(samples.map((one) => one.repeats).filter((value) => typeof value === "number")))],
     ],
     sorts: {
       prompt: (group) => group.id,
@@ -30,6 +31,7 @@ const KINDS = {
       "longest sample": (group) => -Math.max(...group.samples.map(lengthOf)),
       "slowest sample": (group) => -Math.max(...group.samples.map(secondsOf)),
       "largest ratio": (group) => -Math.max(...group.samples.map(driftOf)),
+      "most repeats": (group) => -Math.max(...group.samples.map((one) => one.repeats ?? 0)),
     },
   },
   pairs: {
@@ -263,6 +265,10 @@ function meanOf(values) {
   return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
 }
 
+function percentOf(fraction) {
+  return typeof fraction === "number" ? `${number(100 * fraction, 2)} %` : "";
+}
+
 function fact(name, value) {
   return h("div", {}, h("div", { class: "quiet small" }, name), h("strong", {}, value));
 }
@@ -290,6 +296,7 @@ function worstRatios(samples, here) {
     "details",
     {},
     h("summary", {}, `${t("Tokens with the largest ratio")}: ${number(worst[0].worst_ratio, 3)} …`),
+    h("div", { class: "charts" }, ratioByTenth(samples)),
     table(
       [t("ratio trainer / engine"), t("token"), t("position in the reply"), t("prompt"), t("sample")],
       worst.map((one) => [
@@ -314,6 +321,7 @@ export function sampleCells(samples, hrefOf, rewards, current, labelOf = (one) =
         `${t("sample")} ${one.sample ?? one.index}`,
         `${t("reward")} ${number(one.reward, 4)}`,
         `${lengthOf(one)} ${t("tokens")}`,
+        one.repeats ? `${t("repeats")} ${percentOf(one.repeats)}` : null,
         one.stop,
         one.left_out,
         one.error,
@@ -404,12 +412,13 @@ function wordsOf({ preview, ending }) {
 
 function listOf(samples, here) {
   return table(
-    [t("prompt"), t("sample"), t("reward"), t("tokens"), t("stop"), t("reply")],
+    [t("prompt"), t("sample"), t("reward"), t("tokens"), t("repeats"), t("stop"), t("reply")],
     samples.map((one) => [
       String(one.prompt_id ?? ""),
       link(`${here}/${one.index}`, String(one.sample ?? one.index)),
       number(one.reward, 4),
       String(lengthOf(one)),
+      percentOf(one.repeats),
       h(
         "td",
         {},

@@ -23,6 +23,7 @@ export const SECTIONS = [
     [
       ["Length", [/^length\/mean$/, /^length\/max$/]],
       ["Why samples ended", [/^stop\/length$/, /^stop\/(?!length$)/]],
+      ["Repeats", [/^samples\/repeats$/]],
       ["Samples", [/^samples\/(errors|dropped|failed|dropped_groups|masked)$/]],
     ],
   ],
@@ -91,7 +92,7 @@ export function seriesOf(metrics, patterns) {
         steps: metrics.steps,
         values,
         ci: HELD_OUT.test(name) ? metrics.columns.get("validation/ci95") : undefined,
-        isFraction: /^(validation\/(mean|pass)@|stop\/|samples\/equal_groups$)/.test(name) && isFraction(metrics, name),
+        isFraction: /^(validation\/(mean|pass)@|stop\/|samples\/(equal_groups|repeats)$)/.test(name) && isFraction(metrics, name),
       });
   }
   if (names.some((name) => HELD_OUT.test(name))) {
@@ -188,6 +189,19 @@ export function healthOf(metrics) {
 
 export function mean(values) {
   return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
+}
+
+/** What each of several rewards adds to the sum: its mean of every step times its weight in the recipe. */
+export function rewardPartsOf(metrics, recipe) {
+  const parts = [...metrics.columns.keys()]
+    .map((name) => [/^reward\/(.+)\/mean$/.exec(name)?.[1], name])
+    .filter(([part]) => part !== undefined)
+    .map(([part, name]) => {
+      const key = Object.keys(recipe).find((own) => own.endsWith(`rewards.${part}.weight`));
+      const weight = recipe[key] ?? 1;
+      return { name: weight === 1 ? part : `${part} × ${weight}`, values: metrics.columns.get(name).map((value) => weight * (value ?? 0)) };
+    });
+  return { steps: metrics.steps, parts: parts.length > 1 ? parts : [] };
 }
 
 /** Seconds of each stage of every step; what no stage has measured is `other`. */
