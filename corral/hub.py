@@ -21,6 +21,8 @@ from corral.recipe.errors import UserError, first_line, install_command, one_lin
 
 logger = logging.getLogger(__name__)
 
+SMOLLM2, BLANK, BLANK_VISION = BUILTIN_MODELS = ("smollm2-135m-instruct", "blank-1m", "blank-vision-1m")
+"""Names of models that need no hub (`model/builtin_models.py`)."""
 MODELSCOPE = "ms:"
 REACHED_WITHIN_S = 5.0
 """A hub that has not answered anything by then is unreachable. Its own client would try for half a minute a file, and
@@ -36,8 +38,8 @@ Kind = Literal["model", "dataset"]
 
 def is_only_path(name: str) -> bool:
     """Whether a model's name can only be a folder's or a file's: names on a hub have an owner, but for GPT-2's."""
-    has_owner = name.count("/") == 1 or name.startswith((MODELSCOPE, "gpt2", "distilgpt2"))
-    return name.startswith((".", "/", "~")) or not has_owner or is_gguf(name)
+    is_known = name.lower() in BUILTIN_MODELS or name.startswith((MODELSCOPE, "gpt2", "distilgpt2"))
+    return name.startswith((".", "/", "~")) or is_gguf(name) or (name.count("/") != 1 and not is_known)
 
 
 def is_gguf(name: str) -> bool:

@@ -12,14 +12,8 @@ from random import Random
 from typing import Any
 
 from corral.data.plugins import did_you_mean
-from corral.hub import cached_folder
-from corral.model.builtin_models import (
-    BLANK,
-    SMOLLM2,
-    builtin_folder,
-    byte_tokenizer,
-    write_whole_folder,
-)
+from corral.hub import BLANK, SMOLLM2, cached_folder
+from corral.model.builtin_models import builtin_folder, byte_tokenizer, write_whole_folder
 from corral.recipe.errors import UserError
 
 NEVER_SAMPLED = "<|never|>"

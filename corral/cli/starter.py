@@ -116,7 +116,7 @@ def init(
     from corral.data.plugins import is_spec
     from corral.data.sources import is_generated
     from corral.hub import is_gguf, is_only_path
-    from corral.model.builtin_models import BUILTIN_MODELS, install_packages, no_model
+    from corral.model.builtin_models import install_packages, no_model
     from corral.recipe.document import parse_document
     from corral.recipe.load import recipe_from
     from corral.recipe.parts import PRESETS, Preset
@@ -131,8 +131,7 @@ def init(
     }
     path = chosen["model"]
     folder = Path(path).expanduser()
-    is_there = path.lower() in BUILTIN_MODELS or (folder.is_file() if is_gguf(path) else folder.is_dir())
-    if is_only_path(path) and not is_there:
+    if is_only_path(path) and not (folder.is_file() if is_gguf(path) else folder.is_dir()):
         raise UserError(f"--model: {no_model(path)}")
     # An unknown algorithm is refused with the whole recipe below.
     preset = PRESETS.get(chosen["algorithm"], Preset())

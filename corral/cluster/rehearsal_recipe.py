@@ -20,8 +20,8 @@ import torch
 
 from corral.data.sources import load_part
 from corral.host_memory import available_memory
-from corral.hub import config_text
-from corral.model.builtin_models import BLANK_VISION, builtin_folder, write_whole_folder
+from corral.hub import BLANK_VISION, config_text
+from corral.model.builtin_models import builtin_folder, write_whole_folder
 from corral.model.families import VISION_TYPES
 from corral.model.narrow import save_narrow_model
 from corral.recipe.errors import UserError, first_line

@@ -16,14 +16,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from corral.hub import cached_folder, gguf_folder, is_gguf
+from corral.hub import BLANK, BLANK_VISION, BUILTIN_MODELS, SMOLLM2, cached_folder, gguf_folder, is_gguf
 from corral.recipe.errors import UserError, install_command, one_line, pip_install
 
-SMOLLM2 = "smollm2-135m-instruct"
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-BLANK = "blank-1m"
-BLANK_VISION = "blank-vision-1m"
-BUILTIN_MODELS = (SMOLLM2, BLANK, BLANK_VISION)
 BLANK_SPECIAL_TOKENS = ("<|pad|>", "<|start|>", "<|end|>")
 BLANK_SHAPE: dict[str, Any] = {
     "vocab_size": 256 + len(BLANK_SPECIAL_TOKENS),

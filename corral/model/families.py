@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from corral.data.sources import check_sizes
-from corral.model.builtin_models import BLANK_VISION, BUILTIN_MODELS
+from corral.hub import BLANK_VISION, BUILTIN_MODELS
 from corral.recipe.errors import RecipeError, UserError, one_line
 from corral.recipe.plan import Plan, make_plan
 from corral.recipe.schema import Model, Parallel, Recipe

@@ -235,7 +235,7 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused_before_it_is_loaded(
     tmp_path: Path, parallel: str, problem: str
 ) -> None:
     (tmp_path / "recipe.yaml").write_text(
-        f"name: one\nmodel: {{path: SmolLM2-135M-Instruct}}\ndata: {{train: {{path: arithmetic}}}}\n"
+        f"name: one\nmodel: {{path: SmolLM2-135M-Instruct}}\ndata: {{train: {{path: arithmetic:addition}}}}\n"
         f"cluster: {{devices_per_node: 6}}\ntrain: {{parallel: {{{parallel}}}}}\nschedule: {{steps: 1}}\n"
     )
     with pytest.raises(RecipeError) as error:

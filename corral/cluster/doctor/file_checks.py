@@ -18,8 +18,7 @@ from corral.cluster.doctor.findings import Finding, FindingLevel, NodeRef, forma
 from corral.cluster.node_report import installed_version, torch_version
 from corral.data.plugins import is_spec
 from corral.data.sources import is_generated
-from corral.hub import MODELSCOPE, cached_folder, cached_model, is_only_path
-from corral.model.builtin_models import BUILTIN_MODELS
+from corral.hub import BUILTIN_MODELS, MODELSCOPE, cached_folder, cached_model, is_only_path
 from corral.recipe.keys import dotted
 from corral.recipe.placement import runs_on_ray
 from corral.recipe.schema import Recipe
