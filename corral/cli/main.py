@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,6 +25,13 @@ app = typer.Typer(
     epilog=examples("corral init", "corral plan recipe.yaml", "corral train recipe.yaml batch.prompts_per_step=16"),
 )
 
+PANELS = {
+    "Train": "init plan rehearse train sft evaluate export serve migrate",
+    "Look at runs": "view compare status ledger stacks",
+    "Clusters and jobs": "up down check doctor submit jobs logs stop launch",
+    "Data, environments, measurements": "data env retriever bench chaos version",
+}
+"""The verbs, as `corral --help` groups them."""
 INTERRUPTED = 130  # exit code of a process that SIGINT ended, by convention of the shell
 
 
@@ -323,6 +330,23 @@ for verb, example in cluster_commands.VERBS.items():
 app.command(epilog=examples("corral migrate train.sh > recipe.yaml", "corral migrate train.sh --plan"))(migrate.migrate)
 for name, group in {"bench": bench.app, "env": envs.app, "launch": launch.app, "retriever": retriever.app}.items():
     app.add_typer(group, name=name)
+
+
+def group_verbs() -> None:
+    """Gives each verb its place in `corral --help`. A verb that is in no panel is an error."""
+    panels = {verb: panel for panel, verbs in PANELS.items() for verb in verbs.split()}
+    order = list(panels)
+
+    def name_of(command: Any) -> str:
+        return str(command.name or command.callback.__name__)
+
+    app.registered_commands.sort(key=lambda command: order.index(name_of(command)))
+    command: Any  # CommandInfo or TyperInfo
+    for command in (*app.registered_commands, *app.registered_groups):
+        command.rich_help_panel = panels[name_of(command)]
+
+
+group_verbs()
 
 
 def main() -> None:
