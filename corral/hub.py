@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 from zlib import crc32
 
-from corral.recipe.errors import UserError, first_line, install_command, one_line
+from corral.recipe.errors import UserError, first_line, one_line, pip_install
 
 logger = logging.getLogger(__name__)
 
@@ -149,10 +149,10 @@ def modelscope_folder(name: str, kind: Kind, key: str) -> Path:
     cannot be reached."""
     owned = modelscope_name(name, key)
     try:
-        from modelscope import snapshot_download
-        from modelscope_hub.config import HubConfig
+        from modelscope import snapshot_download  # type: ignore[import-not-found]
+        from modelscope_hub.config import HubConfig  # type: ignore[import-not-found]
     except ImportError as error:
-        raise UserError(f"{key}: {name} needs the modelscope package: {install_command('modelscope')}") from error
+        raise UserError(f"{key}: {name} needs ModelScope's package: {pip_install('modelscope')}") from error
     if (problem := unreachable(HubConfig().endpoint)) is not None:
         if (folder := _modelscope_cache(name, kind)) is None:
             instead = "name a folder that has it, or set MODELSCOPE_ENDPOINT to a server that can be reached"
