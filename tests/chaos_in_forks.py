@@ -16,6 +16,7 @@ import socket
 import sys
 import tempfile
 import threading
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -112,6 +113,9 @@ def train_in_fork(arguments: list[str], workers: socket.socket | None) -> None:
         run_corral()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
     finally:
         sys.stdout.flush()
         os._exit(code)

@@ -235,8 +235,8 @@ def migrate_config(folder: Path) -> Iterator[Attempt]:
             migrate.print_own(own, words, as_json=False)
             return True
         as_json = len(text) % 2 == 0
-        made = migrate.read(words, None if name else "verl", {}, every_key=True, as_json=as_json)
-        migrate.print_migration(made, strict=False, every_key=True, as_json=as_json)
+        made = migrate.read(words, None if name else "verl", {}, every_key=True, as_json=as_json, guide=None)
+        migrate.print_migration(made, strict=False, every_key=True, as_json=as_json, guide=None)
         return True
 
     yield attempt

@@ -121,7 +121,7 @@ class ForkedGroup(Group[RoleT]):
 
 class ForkedRuntime(RayRuntime):
     async def _start(self, placement: Placement, without: frozenset[str]) -> None:
-        self.placement = placement
+        self.placement, self.loop = placement, asyncio.get_running_loop()
         self.sets = [
             DeviceSet(roles, devices, is_world="actor" in roles or "critic" in roles)
             for roles, devices in placement.groups().items()

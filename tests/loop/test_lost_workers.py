@@ -210,7 +210,7 @@ def test_a_service_whose_node_agent_died_is_started_again(tmp_path: Path, tiny_m
     run.command.wait_until(lambda: service() not in (first, None), timeout_s=60)
     assert service() not in (first, None), run.output
     run.command.send(signal.SIGINT)
-    assert run.command.wait().code == 0, run.output
+    assert run.command.wait().code == 130, run.output
     assert service() is None
 
 
