@@ -31,7 +31,7 @@ OTHER_FORMATS = ["*.gguf", "*.onnx", "*.pth", "*.msgpack", "*.h5", "*.ot", "orig
 """Files of a model that transformers does not read."""
 INSTEAD = (
     "name a folder that has it, set HF_ENDPOINT to a mirror that can be reached, or take it from ModelScope "
-    "(`ms:owner/name`); with HF_HUB_OFFLINE=1 nobody is asked, and what is in the cache is used"
+    "(`ms:owner/name`); with HF_HUB_OFFLINE=1 no hub is asked, and what is in the cache is used"
 )
 Kind = Literal["model", "dataset"]
 
@@ -60,7 +60,7 @@ def gguf_folder(name: str) -> Path:
 
 def cached_model(name: str) -> Path | None:
     """The folder of a model in its hub's cache on this machine, with its config.json at least, or what a GGUF file was
-    converted to. Asks nobody."""
+    converted to. Asks no server."""
     if is_gguf(name):
         folder = gguf_folder(name) if Path(name).expanduser().is_file() else None
         return folder if folder is not None and (folder / "config.json").is_file() else None

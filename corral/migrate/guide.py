@@ -55,7 +55,7 @@ COMMENT = re.compile(r"^\s*#(?!SBATCH).*$|\s#\s.*$", re.MULTILINE)
 PLACEHOLDER = re.compile(r"<[\w .-]+>")
 MAX_LINES, MAX_OPEN = 200, 10
 """Lines, besides those that a backslash continues, in which a command has to be complete, and number of commands of a
-page that may take as many in vain: a page is read in time that grows with its length."""
+page that may take as many without an end: a page is read in time that grows with its length."""
 
 RULES: tuple[tuple[str, str, str, str], ...] = (
     ("ray", r"RAY_DEBUG=legacy|--ray-debugger-external", "corral up --debugger legacy", "the same on every node"),
